@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
-# Runs the tests in two processes side by side; arguments pass to pytest.
+# Runs the tests in two processes side by side.
 #
-#   launch/test.sh                    everything, and coverage
-#   launch/test.sh -m "not slow"      all that takes seconds
-#   launch/test.sh tests/unit -x      any selection
+#   launch/test.sh                    what each commit must pass: ten minutes on two idle cores
+#   launch/test.sh --all              what a release must pass: `slow` ones too, and coverage
+#   launch/test.sh benchmarks         the studies' own tests
+#   launch/test.sh tests/unit -x      any selection: arguments pass to pytest
 #   launch/test.sh -n 0 tests/unit    in one process, as a debugger needs it
 #
-# Without arguments the coverage of amo_dist, that of all child processes included, must reach
-# AMO_MIN_COVERAGE percent (default 95); a selection is not measured. What starts programs anew
-# (torchtitan_ext, examples, PyTorch's own tests) runs last and untraced: to trace their imports takes longer than the rest.
+# With --all the coverage of amo_dist, that of all child processes included, must reach
+# AMO_MIN_COVERAGE percent (default 95). What starts programs anew (torchtitan_ext, examples, PyTorch's own
+# tests) runs last and untraced: to trace their imports takes longer than the rest.
 set -euo pipefail
 
 # shellcheck source=launch/lib.sh
@@ -19,7 +20,9 @@ cd "$AMO_ROOT"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # two processes, two cores
 # Each worker begins with half of the tests; the first to be done takes from the other.
 workers=(-n 2 --dist worksteal --durations=10)
-if (($# > 0)); then
+if (($# == 0)); then
+  exec python -m pytest "${workers[@]}" -m "not slow"
+elif [[ "$*" != --all ]]; then
   exec python -m pytest "${workers[@]}" "$@"
 fi
 

@@ -9,11 +9,9 @@ arguments over the result.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
-import importlib.util
+import importlib
 import logging
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,56 +26,49 @@ def __getattr__(name: str) -> Callable[[], Any]:
     """A function that makes the config of a name or path.
 
     Raises:
-        ValueError: If no file has the name.
+        AttributeError: No file and no function has the name.
     """
-    if name.startswith("__"):
-        raise AttributeError(name)
-    if name.endswith(".toml"):
-        return functools.partial(read, Path(name))
-    for path in (folder / f"{name}.toml" for folder in FOLDERS):
-        if path.is_file():
-            return functools.partial(read, path)
-    module, dot, function = name.rpartition(".")
+    for path in (Path(name), *(folder / f"{name}.toml" for folder in FOLDERS)):
+        if path.suffix == ".toml" and path.is_file():
+            return functools.partial(_read, path)
+    module, _, function = name.rpartition(".")
     registry = f"{module}.config_registry"
-    for source in (f"torchtitan.models.{registry}", registry, module):
-        if dot and _exists(source):
-            return functools.partial(stock, source, function)
-    known = {file.stem for folder in FOLDERS for file in folder.glob("*.toml")}
-    near = difflib.get_close_matches(name, known, n=1)
-    named = ", ".join(sorted(known)) or "none, as the project's lie in the configs of its sources"
-    hint = f"did you mean {near[0]!r}?" if near else f"known: {named}"
-    raise ValueError(f"--config: found {name!r}, expected a TOML file or a name of one; {hint}")
+    for source in (f"torchtitan.models.{registry}", registry, module) if module else ():
+        if make := _function(source, function):
+            return functools.partial(stock, make)
+    raise AttributeError(f"found no config {name!r}")
 
 
-def read(path: Path) -> Any:
-    """The trainer's config of a file.
+def __dir__() -> list[str]:
+    """Names of the files, which torchtitan lists where it finds no config of a name."""
+    return sorted({file.stem for folder in FOLDERS for file in folder.glob("*.toml")})
 
-    Raises:
-        ValueError: For a mistake in it, or an option that has another name.
-    """
-    # Here, as torchtitan takes an error at the import of this module for a module that is missing.
-    from torchtitan_ext.config import names, settings
 
-    names.require_known(names.of_options(sys.argv[1:]))
+def _read(path: Path) -> Any:
+    # torchtitan takes an error at the import of this module for a module that is missing.
+    from torchtitan_ext.config import settings
+
     return settings.from_file(path, "--config")
 
 
-def _exists(module: str) -> bool:
+def _function(module: str, name: str) -> Any:
+    """Function of a module; None where module or function does not exist."""
     try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of a package above it
-        return False
+        return getattr(importlib.import_module(module), name, None)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise  # of a module that this one imports
+        return None
 
 
-def stock(module: str, function: str) -> Any:
+def stock(make: Callable[[], Any]) -> Any:
     """Config made by a function, for the device and the PyTorch at hand.
 
     Args:
-        module: Module of the function, such as ``torchtitan.models.llama3.config_registry``.
-        function: Name of the function.
+        make: Function such as torchtitan's ``llama3_debugmodel``.
 
     Raises:
-        ValueError: The module has no such function, or a CPU cannot train its model.
+        ValueError: A CPU cannot train its model.
     """
     from torchtitan.models.common.decoder import Decoder
 
@@ -85,13 +76,7 @@ def stock(module: str, function: str) -> Any:
     from torchtitan_ext.plugin.parallelize import parallelize
 
     patches.install()
-    make = getattr(importlib.import_module(module), function, None)
-    if not callable(make):
-        raise ValueError(
-            f"--config: found {function!r}, which is no function of {module}, expected one that "
-            "makes a config, such as llama3_debugmodel of llama3"
-        )
-    config: Any = make()
+    config = make()
     if machine.IS_OLD:
         config.parallelism.spmd_backend = machine.spmd_backend()
     if machine.cpu_is_needed():

@@ -14,10 +14,8 @@ of ``[metrics]``, and ``damaged`` and ``stop_seconds`` of ``[checkpoint]``, are 
 from __future__ import annotations
 
 import abc
-import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import torchtitan.components.checkpointer.base as checkpointer
@@ -28,13 +26,11 @@ from torchtitan.components.quantization import Float8LinearConverter
 from torchtitan.config import Configurable, ParallelismConfig, TrainingConfig, derive, override
 from torchtitan.models.common.linear import Linear
 
-from amo_dist.schedule.fields import fail
-from torchtitan_ext.config.names import STOCK
 from torchtitan_ext.config.values import fail_unknown, overlay
 from torchtitan_ext.plugin import machine, patches, stop
 from torchtitan_ext.plugin.checkpoints import CheckpointManager
 from torchtitan_ext.plugin.metrics import MetricsProcessor
-from torchtitan_ext.plugin.optimizers import OPTIMIZERS, OptimizersContainer
+from torchtitan_ext.plugin.optimizers import OPTIMIZERS, STOCK, OptimizersContainer
 
 logger = logging.getLogger(__name__)
 
@@ -125,28 +121,32 @@ def _replacement(
             cannot be replaced.
     """
     own = {name: fields.pop(name) for name in OWN_FIELDS & fields.keys()}
-    if isinstance(section, TrainingConfig):
-        return _without_graphs(section)
-    if isinstance(section, ParallelismConfig):
-        _check_backend(section)
-        return section
-    if isinstance(section, metrics.MetricsProcessor.Config):
-        return _derived(section, metrics.MetricsProcessor.Config, MetricsProcessor.Config, own)
-    if isinstance(section, checkpointer.BaseCheckpointManager.Config):
-        return _derived(section, dcp.CheckpointManager.Config, CheckpointManager.Config, own)
-    if isinstance(section, OptimizersContainer.Config):
-        raise ValueError(
-            f"override.imports: found torchtitan_ext.override.{override} with an [optimizer] of "
-            f"this project, expected optimizer.name = {names[0]!r} and its fields there"
-        )
-    return _optimizer(section, names, fields)
+    try:
+        if isinstance(section, TrainingConfig):
+            return _without_graphs(section)
+        if isinstance(section, ParallelismConfig):
+            _check_backend(section)
+            return section
+        if isinstance(section, metrics.MetricsProcessor.Config):
+            return _derived(section, metrics.MetricsProcessor.Config, MetricsProcessor.Config, own)
+        if isinstance(section, checkpointer.BaseCheckpointManager.Config):
+            return _derived(section, dcp.CheckpointManager.Config, CheckpointManager.Config, own)
+        if isinstance(section, OptimizersContainer.Config):
+            raise ValueError(
+                f"found torchtitan_ext.override.{override} with an [optimizer] of this project, "
+                f"expected optimizer.name = {names[0]!r} and its fields there"
+            )
+        return _optimizer(section, names, fields)
+    except ValueError as error:
+        raise ValueError(f"override.imports: {error}") from None
 
 
 def _without_graphs(section: TrainingConfig) -> TrainingConfig:
     if section.disable_cuda_graphs:
         return section
     logger.warning(
-        "training.disable_cuda_graphs is set: no optimizer here was tried under CUDA graphs yet"
+        "CUDA graphs are off (training.disable_cuda_graphs = true): no optimizer here was tried "
+        "under them yet"
     )
     return dataclasses.replace(section, disable_cuda_graphs=True)
 
@@ -173,14 +173,14 @@ def _derived(section: Any, stock: type, ours: type, own: dict[str, Any]) -> Any:
         ValueError: The section is of another class.
     """
     values = {name: value for name, value in own.items() if OWN_FIELDS[name] is ours}
-    if isinstance(section, ours) or type(section) is stock:
-        own_section = section if isinstance(section, ours) else derive(section, ours)
-        with _option_named():
-            return overlay(own_section, values)
-    kind, parent = type(section), ours.__module__
+    if isinstance(section, ours):
+        return overlay(section, values)
+    if type(section) is stock:
+        return overlay(derive(section, ours), values)
+    kind = type(section)
     raise ValueError(
-        f"override.imports: found {kind.__module__}.{kind.__qualname__}, expected torchtitan's "
-        f"{stock.__qualname__} or a subclass of {parent}.{ours.__qualname__}"
+        f"found {kind.__module__}.{kind.__qualname__}, expected torchtitan's "
+        f"{stock.__qualname__} or a subclass of {ours.__module__}.{ours.__qualname__}"
     )
 
 
@@ -188,37 +188,25 @@ def _optimizer(
     section: Any, names: tuple[str, ...], fields: dict[str, Any]
 ) -> OptimizersContainer.Config:
     config = OptimizersContainer.Config(name=names[0])
-    inner = ("muon", "amo") if names == ("AMO",) else ("muon",)
-    own = [field.name for field in dataclasses.fields(config) if field.name not in ("muon", "amo")]
-    part_by_field = dict.fromkeys(own, "")
-    for part in inner:
+    part_by_field = {field.name: "" for field in dataclasses.fields(config)}
+    del part_by_field["muon"], part_by_field["amo"]
+    for part in ("muon", "amo") if names == ("AMO",) else ("muon",):
         for field in dataclasses.fields(getattr(config, part)):
             part_by_field.setdefault(field.name, part)
-    values: dict[str, Any] = _of_adamw(section, fields)
+    values = _values_of_adamw(section, fields)
     for name, value in fields.items():
         if name not in part_by_field:
-            with _option_named():
-                fail_unknown(name, [*part_by_field])
+            fail_unknown(name, [*part_by_field])
         part = part_by_field[name]
         (values.setdefault(part, {}) if part else values)[name] = value
-    with _option_named():
-        section_of_ours: OptimizersContainer.Config = overlay(config, values)
-        if section_of_ours.name not in names:
-            fail("name", section_of_ours.name, f"one of {', '.join(map(repr, names))}")
-    return section_of_ours
+    replacement: OptimizersContainer.Config = overlay(config, values)
+    if replacement.name not in names:
+        raise ValueError(f"name: found {replacement.name!r}, expected one of {', '.join(names)}")
+    return replacement
 
 
-@contextlib.contextmanager
-def _option_named() -> Iterator[None]:
-    """Name the option in errors, which name a field of its arguments."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"override.imports: {error}") from None
-
-
-def _of_adamw(section: Any, values: dict[str, Any]) -> dict[str, Any]:
-    """Fields of the config's AdamW that are not given, and its groups as ``amo_dist`` has them.
+def _values_of_adamw(section: Any, own: dict[str, Any]) -> dict[str, Any]:
+    """Fields of the config's AdamW that the override leaves open, and its groups.
 
     The last group is the one whose rate and decay others are compared with. A field that a group
     leaves out is that of the last group.
@@ -226,13 +214,12 @@ def _of_adamw(section: Any, values: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: For a field in which groups differ, and which no group of ``amo_dist`` has.
     """
-    taken: dict[str, Any] = {"implementation": section.implementation}
+    values: dict[str, Any] = {"implementation": section.implementation}
     if not section.param_groups:
-        return taken
+        return values
     groups = [(group.pattern, _fields_of(group)) for group in section.param_groups]
     base = groups[-1][1]
-    taken |= {field: value for field, value in base.items() if field not in values}
-    no_decay, lr_multipliers, before = [], [], ""
+    no_decay, lr_multipliers, before = [], {}, ""
     for pattern, fields in groups[:-1]:
         # torchtitan searches and takes the first match; ``amo_dist`` matches a whole name.
         expression = f"{before}.*(?:{pattern}).*"
@@ -241,21 +228,18 @@ def _of_adamw(section: Any, values: dict[str, Any]) -> dict[str, Any]:
             if value == base.get(field):
                 continue
             if field == "lr" and base.get("lr"):
-                lr_multipliers.append(f"{expression}={value / base['lr']!r}")
+                lr_multipliers[expression] = value / base["lr"]
             elif field == "weight_decay" and value == 0:
                 no_decay.append(expression)
-            elif field not in values:
+            elif field not in own:
                 raise ValueError(
-                    f"override.imports: found {field} = {value!r} and {base.get(field)!r} in the "
-                    f"config's param_groups, expected one; give it: {{{field!r}: ...}}"
+                    f"found {field} = {value!r} and {base.get(field)!r} in the config's "
+                    f"param_groups, expected one; give it: {{{field!r}: ...}}"
                 )
-    if "lr_multipliers" not in values and lr_multipliers:
-        taken["lr_multipliers"] = tuple(lr_multipliers)
-        logger.info("rates of the config's groups stay: %s", ", ".join(lr_multipliers))
-    if "no_decay" not in values and no_decay:
-        taken["no_decay"] = tuple(no_decay)
-        logger.info("groups of the config without decay stay: %s", ", ".join(no_decay))
-    return taken
+    values |= base | {"no_decay": no_decay, "lr_multipliers": lr_multipliers}
+    if no_decay or lr_multipliers:
+        logger.info("the config's groups stay: no decay %s, rates %s", no_decay, lr_multipliers)
+    return {name: value for name, value in values.items() if name not in own}
 
 
 def _fields_of(group: Any) -> dict[str, float]:

@@ -43,62 +43,48 @@ def main(args: Sequence[str] | None = None) -> int:
         written; each error is explained in one line. Under torchrun, which would start a stopped
         rank again, a stop is 0 once a step was made.
     """
+    if is_first := os.environ.get("RANK", "0") == "0":
+        print("loading PyTorch and torchtitan ...", flush=True)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent(int(os.environ.get(LAUNCHER, os.getppid())))
     with stop_request():
-        return _main(sys.argv[1:] if args is None else args)
+        from torchtitan.tools.logging import init_logger
 
+        from torchtitan_ext.config import settings
+        from torchtitan_ext.plugin.checkpoints import CheckpointError
 
-def _main(args: Sequence[str]) -> int:
-    from torchtitan.tools.logging import init_logger
-
-    from torchtitan_ext.config import settings
-    from torchtitan_ext.plugin.checkpoints import CheckpointError
-
-    init_logger()
-    if _shares_store():
-        logger.warning(
-            "ranks that torchrun restarts may find addresses of dead ones in its store: set "
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment, as `amo train` does"
-        )
-    try:
-        config = settings.parse(args)
-    except ValueError as error:
-        _leave(error)
-        # Every rank reads the same config: the first one reports the mistake.
-        if os.environ.get("RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        return USER_ERROR
-    try:
-        outcome = train(config)
-    except Exception as error:
-        _leave(error)
-        if isinstance(error, CheckpointError):
-            return _explained(error, FAILED)
-        if isinstance(error, ValueError) and is_users_mistake(error):
-            return _explained(error, USER_ERROR)
-        raise
+        init_logger()
+        try:
+            config = settings.parse(sys.argv[1:] if args is None else args)
+        except ValueError as error:
+            _record(error)
+            if is_first:  # every rank reads the same config
+                print(f"error: {error}", file=sys.stderr, flush=True)
+            return USER_ERROR
+        try:
+            outcome = train(config)
+        except Exception as error:
+            _record(error)
+            if isinstance(error, CheckpointError):
+                return _explain(error, FAILED)
+            if isinstance(error, ValueError) and is_users_mistake(error):
+                return _explain(error, USER_ERROR)
+            raise
     leave_outcome(outcome)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return 0
     return {"done": 0, "stopped": STOPPED, "unsaved": UNSAVED}[outcome]
 
 
-def _shares_store() -> bool:
-    """Whether torchrun keeps one store for all restarts, and may restart (PyTorch 2.11 to 2.13)."""
-    may_restart = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-    return may_restart and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def _leave(error: Exception) -> None:
-    """Leave an error in torchrun's error file: the launcher's last line is then that error."""
+def _record(error: Exception) -> None:
+    """Write an error to torchrun's error file: the launcher's last line is then that error."""
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
         get_error_handler().record_exception(error)
 
 
-def _explained(error: Exception, status: int) -> int:
+def _explain(error: Exception, status: int) -> int:
     """``status``, after the error is printed in one line; its traceback goes to the log."""
     logger.info("", exc_info=error)
     rank = os.environ.get("RANK", "0")
@@ -125,6 +111,8 @@ def train(config: Any) -> str:
 
     from torchtitan_ext.plugin.trainer import Trainer
 
+    if not sys.stdout.isatty():  # a log file would hold the codes of colours
+        config.metrics.disable_color_printing = True
     if config.debug.enable_structured_logging:
         structured_logger.init_structured_logger(source="training", output_dir=config.dump_folder)
     trainer, outcome = None, "done"
@@ -149,12 +137,10 @@ def train(config: Any) -> str:
 
 def _report_if_complete(trainer: Any) -> None:
     """Log that the checkpoint is of the last step: such a run ends without any other line."""
-    import torch
-
     from torchtitan_ext.plugin.metrics import progress
 
     steps = trainer.config.training.steps
-    if not trainer.has_trained and trainer.step >= steps and torch.distributed.get_rank() == 0:
+    if not trainer.has_trained and trainer.step >= steps and os.environ["RANK"] == "0":
         progress.info(
             "the run in %s is complete (its checkpoint is of step %d of %d): nothing was trained; "
             "a larger training.steps goes on",

@@ -14,7 +14,7 @@ from torchtitan_ext.plugin import models
 
 
 def _on_cpu(module: str, config: str, flavor: str) -> Any:
-    found = config_registry.stock(f"torchtitan.models.{module}.config_registry", config)
+    found = getattr(config_registry, f"{module}.{config}")()
     ours = settings.parse([f"--job.config_file={CONFIG}"])
     found.model_spec = models.spec(models.Model(name=module, flavor=flavor))
     found.tokenizer, found.dataloader = ours.tokenizer, ours.dataloader

@@ -12,14 +12,15 @@ import pytest
 
 from tests.integration.titan_ranks import CONFIG, OPTIONS, ROOT
 from torchtitan_ext.runs.run_files import read_metrics
-from torchtitan_ext.tools.train import ALONE
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a compiler for C++")
 def test_a_compiled_model_trains_through_the_lock(tmp_path: Path) -> None:
     cache, folder = tmp_path / "cache", tmp_path / "run"
-    environment = {**os.environ, **ALONE, "AMO_DEVICE": "cpu", "PYTHONPATH": str(ROOT)}
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    alone |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    environment = {**os.environ, **alone, "AMO_DEVICE": "cpu", "PYTHONPATH": str(ROOT)}
     environment["COVERAGE_PROCESS_CONFIG"] = ""  # measured, tracing takes twice as long
     environment |= {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     options = ("--job.config_file", CONFIG, *OPTIONS, f"--dump_folder={folder}", "--compile.enable")

@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from amo_dist import Muon, Schedule, param_groups
 from amo_dist.engine.ballot import NonFiniteUpdateError
-from torchtitan_ext.config.values import overlay
 from torchtitan_ext.plugin import checkpoints
 
 MODES = checkpoints.titan.AsyncMode
@@ -196,7 +195,7 @@ def test_checksums_are_read_unless_they_are_off(
 @pytest.mark.parametrize("address", ["s3://bucket/run", "gs://bucket/run"])
 def test_object_stores_are_refused(address: str, tmp_path: Path) -> None:
     expected = rf"found '{address}', expected a folder of a file system"
-    with pytest.raises(ValueError, match=f"checkpoint.folder: {expected}"):
+    with pytest.raises(ValueError, match=f"folder: {expected}"):
         checkpoints.CheckpointManager.Config(folder=address)
     config = checkpoints.CheckpointManager.Config()
     with pytest.raises(ValueError, match=f"dump_folder: {expected}"):
@@ -238,8 +237,6 @@ def test_a_run_may_stop_at_damage_and_never_starts_anew_for_it(
     loading._skips_damaged = False
     with pytest.raises(ValueError, match=r"step-10 is damaged: .*; checkpoint.damaged = 'skip'"):
         loading.load()
-    with pytest.raises(ValueError, match=r"damaged: found 'no', expected one of 'skip', 'error'"):
-        overlay(checkpoints.CheckpointManager.Config(), {"damaged": "no"})
 
 
 def test_damage_that_another_rank_finds_counts(

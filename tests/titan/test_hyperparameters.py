@@ -87,8 +87,6 @@ def test_a_changed_value_is_refused_and_named(name: str, field: str) -> None:
         ("AdamW", {"on_config_change": "use_config"}),
         ("Muon", {"on_config_change": "use_config"}),
         ("AMO", {"on_config_change": "use_config"}),
-        ("AMO", {"muon": MuonSection(on_config_change="replan")}),
-        ("Muon", {"muon": MuonSection(on_config_change="replan")}),
     ],
 )
 def test_the_config_is_taken_over_where_that_is_asked_for(
@@ -110,12 +108,8 @@ def test_the_config_is_taken_over_where_that_is_asked_for(
     ("name", "rules"),
     [
         ("AdamW", {"on_config_change": "keep_checkpoint"}),
-        ("AMO", {"muon": MuonSection(on_config_change="keep_checkpoint")}),
-        ("Muon", {"muon": MuonSection(on_config_change="keep_checkpoint")}),
-        (
-            "AMO",
-            {"muon": MuonSection(on_config_change="replan"), "on_config_change": "keep_checkpoint"},
-        ),
+        ("AMO", {"on_config_change": "keep_checkpoint"}),
+        ("Muon", {"on_config_change": "keep_checkpoint"}),
     ],
 )
 def test_the_checkpoint_is_kept_where_that_is_asked_for(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import pytest
 import torch
@@ -58,15 +58,15 @@ def test_sdpa_is_in_every_block(flavor: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
+    ("values", "field"),
     [
-        ({"name": "llama5"}, "model.name: found 'llama5', expected one of deepseek_v3, "),
-        ({"flavor": "9B"}, "model.flavor: found '9B', expected one of .*tiny.*, 8B, "),
-        ({"name": "gpt_oss"}, "model.attention: found 'sdpa', expected 'flex' or 'varlen' for gpt"),
+        ({"name": "llama5"}, "name"),
+        ({"flavor": "9B"}, "flavor"),
+        ({"name": "gpt_oss"}, "attention"),
     ],
 )
-def test_mistakes(values: dict[str, str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_mistakes(values: dict[str, str], field: str) -> None:
+    with pytest.raises(ValueError, match=rf"^model\.{field}: found "):
         models.spec(models.Model(**values))  # type: ignore[arg-type]
 
 
@@ -101,61 +101,3 @@ def test_importing_the_package_alone_is_cheap() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert done.stdout == "False\n"
-
-
-@pytest.mark.parametrize(
-    ("name", "flavor", "sizes", "expected"),
-    [
-        (
-            "qwen3",
-            "tiny",
-            {"layers": 3, "heads": 6, "head_dim": 32, "kv_heads": 3},
-            (192, 96, 3, 320),
-        ),
-        ("llama3", "tiny", {"dim": 96, "heads": 4, "kv_heads": 4}, (96, 96, 2, 320)),
-        ("llama3", "debugmodel", {"layers": 1, "vocab_size": 512}, (256, 256, 1, 512)),
-        ("qwen3", "0.6B", {"layers": 2}, (2048, 1024, 2, 151936)),
-    ],
-)
-def test_sizes_of_a_config_take_the_place_of_the_flavors(
-    name: str, flavor: str, sizes: dict[str, int], expected: tuple[int, ...]
-) -> None:
-    with torch.device("meta"):
-        model: Any = models.spec(models.Model(name=name, flavor=flavor, **sizes)).model.build()  # type: ignore[arg-type]
-    query, key, num_layers, vocab_size = expected
-    attention = model.layers["0"].attention.qkv_linear
-    assert attention.wq.weight.shape[0] == query
-    assert attention.wk.weight.shape[0] == key
-    assert len(model.layers) == num_layers
-    assert model.tok_embeddings.weight.shape[0] == vocab_size
-    # The sizes that are not set stay.
-    with torch.device("meta"):
-        stock: Any = models.spec(models.Model(name=name, flavor=flavor)).model.build()
-    if "dim" not in sizes:
-        old, new = (one.layers["0"].feed_forward.w1.weight.shape for one in (stock, model))
-        assert old == new
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"layers": -1}, r"model\.layers: found -1, expected an integer"),
-        ({"heads": 5}, r"model\.q_ratio: .* 5 heads"),
-        ({"heads": 16}, r"model\.head_dim: found 3, expected an even number"),
-        ({"heads": 3}, r"model\.kv_heads: found 2, expected a divisor of 3"),
-        (
-            {"head_dim": 16},
-            r"model\.head_dim: found 16, expected dim / heads = 8 or none for llama3",
-        ),
-        ({"vocab_size": -5}, r"model\.vocab_size: found -5"),
-        (
-            {"name": "gpt_oss", "flavor": "debugmodel", "dim": 64},
-            "model.dim: found 64 with model.na",
-        ),
-    ],
-)
-def test_sizes_that_cannot_be_are_named(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        models.spec(
-            models.Model(**{"name": "llama3", "flavor": "tiny", "attention": "flex", **values})
-        )

@@ -29,7 +29,7 @@ from torchtitan.trainer import Trainer
 
 from amo_dist import param_groups
 from torchtitan_ext.config import settings
-from torchtitan_ext.plugin import machine, optimizers
+from torchtitan_ext.plugin import machine
 from torchtitan_ext.plugin.checkpoints import CheckpointManager
 from torchtitan_ext.plugin.metrics import MetricsProcessor
 from torchtitan_ext.plugin.optimizers import OptimizersContainer
@@ -84,21 +84,20 @@ def test_others_of_the_family_have_their_names(token: str, name: str, schedule: 
 
 
 @pytest.mark.parametrize(
-    ("token", "message"),
+    ("token", "field"),
     [
-        ('amo={"observe_til": 1}', r"observe_til: found a field .* did you mean 'observe_until'"),
-        ('amo={"lr": "1e-3"}', r"lr: found '1e-3', expected a number"),
-        ('amo={"observe_until": 2.5}', "observe_until: found 2.5, expected an integer"),
-        ('amo={"lr": true}', "lr: found True, expected a number"),
-        ('amo={"no_decay": [1]}', r"no_decay: found \[1\], expected a list"),
-        ('amo={"callbacks": "notes.Notes"}', "callbacks: found 'notes.Notes', expected a list"),
-        ('amo={"stop_seconds": 0}', "checkpoint.stop_seconds: found 0, expected an integer >= 1"),
-        ('amo={"name": "AdamW"}', "name: found 'AdamW', expected one of 'AMO'"),
-        ('muon={"name": "AMO"}', "name: found 'AMO', expected one of 'Muon', "),
+        ('amo={"observe_til": 1}', "observe_til"),
+        ('amo={"lr": "1e-3"}', "lr"),
+        ('amo={"observe_until": 2.5}', r"amo\.observe_until"),
+        ('amo={"no_decay": [1]}', "no_decay"),
+        ('amo={"callbacks": "notes.Notes"}', "callbacks"),
+        ('amo={"stop_seconds": 0}', "stop_seconds"),
+        ('amo={"name": "AdamW"}', "name"),
+        ('muon={"name": "AMO"}', "name"),
     ],
 )
-def test_fields_are_checked(token: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_fields_are_checked(token: str, field: str) -> None:
+    with pytest.raises(ValueError, match=rf"^override\.imports: {field}: found "):
         applied(llama3_debugmodel(), f"torchtitan_ext.override.{token}")
 
 
@@ -106,7 +105,7 @@ def test_groups_of_the_config_stay() -> None:
     config = registry_of_qwen3.qwen3_debugmodel_moe_param_groups()
     config.parallelism.spmd_backend = machine.spmd_backend()
     section = applied(config, "torchtitan_ext.override.amo").optimizer
-    rates = optimizers.lr_multipliers(section)
+    rates = section.lr_multipliers
 
     def rate(name: str) -> float:
         return section.lr * next((f for p, f in rates.items() if re.fullmatch(p, name)), 1.0)

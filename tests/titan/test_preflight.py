@@ -25,7 +25,7 @@ RUNS = json.loads((ROOT / "tests/golden/pretrain_runs.json").read_text())
 @functools.cache
 def report(name: str, world: int, plan: str = "", *overrides: str) -> dict[str, Any]:
     args = [f"--job.config_file={CONFIGS / f'{name}.toml'}", *overrides]
-    config, problems = checks.examine(settings.load(args), world)
+    config, problems = checks.validate_config(settings.load(args), world)
     predicted = predict(config, world, 8, plan, problems)
     assert problems == []
     return predicted
@@ -302,7 +302,7 @@ def test_json_and_text_are_of_one_report(capsys: pytest.CaptureFixture[str]) -> 
 def test_a_number_that_cannot_be_is_named(field: str, value: str, expected: str) -> None:
     file = CONFIGS / "debug_llama3.toml"
     config = settings.load([f"--job.config_file={file}", f"--{field}={value}"])
-    _, (found,) = checks.examine(config, 4)
+    _, (found,) = checks.validate_config(config, 4)
     assert found.startswith(f"{field}: found ")
     assert f"expected {expected}" in found
     with pytest.raises(Mistakes, match=f"{field}: found"):  # `train` stops there, too

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from torchtitan_ext.plugin import stop, trainer
+from torchtitan_ext.plugin import stop
 
 
 @pytest.mark.parametrize("stops", [False, True])
@@ -81,25 +81,3 @@ def test_asking_does_not_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) ->
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert vote.answer()
-
-
-def test_a_config_is_settled_and_checked_where_the_trainer_is_made(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    seen: list[Any] = []
-
-    def make(self: Any, config: Any) -> None:
-        seen.append(config)
-        self.dataloader = None
-
-    monkeypatch.setattr(trainer.titan.Trainer, "__init__", make)
-    config = trainer.Trainer.Config()
-    config.model.flavor, config.tokenizer.kind = "tiny", "byte"
-    config.training.steps = 0
-    with pytest.raises(ValueError, match=r"training.steps: found 0, expected an integer >= 1"):
-        config.build()
-    assert seen == []
-    config.training.steps = 1
-    config.build()
-    assert seen[0].model_spec.flavor == "tiny"
-    assert seen[0].loss.global_vocab_size == 320

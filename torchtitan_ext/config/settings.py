@@ -13,8 +13,7 @@ from pathlib import Path
 import tyro
 from torchtitan.config.manager import ConfigManager, custom_registry
 
-from amo_dist.tools.command import read_json_file
-from torchtitan_ext.config import files, names, values
+from torchtitan_ext.config import files, values
 from torchtitan_ext.config.checks import complete
 from torchtitan_ext.plugin import models
 from torchtitan_ext.plugin.trainer import Trainer
@@ -42,9 +41,8 @@ def resolve(
         world_size: Number of ranks; None leaves out what depends on it.
 
     Raises:
-        ValueError: Mistake in the file, or an unknown option.
-        Mistakes: All fields that do not fit together.
-        SystemExit: Wrong value of an option, which tyro has explained on standard error.
+        ValueError: Mistake in the file, or all fields that do not fit together, a line for each.
+        SystemExit: Wrong option, which tyro has explained on standard error.
     """
     return complete(_read(file, options), world_size)
 
@@ -59,12 +57,13 @@ def parse(args: Sequence[str], world_size: int | None = None) -> Trainer.Config:
 
     Raises:
         ValueError: A mistake of the user's, see :func:`resolve`.
-        SystemExit: Wrong value of an option.
+        SystemExit: Wrong option.
     """
     file, options = split_file(args)
-    if file is not None and Path(file).name == START_FILE and not options:
-        return _from_json(Path(file))
-    return resolve(file, options, world_size)
+    if file is None or Path(file).name != START_FILE:
+        return resolve(file, options, world_size)
+    config = values.overlay(Trainer.Config(), json.loads(Path(file).read_text()))
+    return dataclasses.replace(config, model_spec=models.spec(config.model))  # type: ignore[no-any-return]
 
 
 def load(args: Sequence[str]) -> Trainer.Config:
@@ -75,19 +74,9 @@ def load(args: Sequence[str]) -> Trainer.Config:
 
     Raises:
         ValueError: A mistake of the user's, see :func:`resolve`.
-        SystemExit: Wrong value of an option.
+        SystemExit: Wrong option.
     """
     return _read(*split_file(args))
-
-
-def _read(file: str | None, options: Sequence[str]) -> Trainer.Config:
-    if file is not None and not file.endswith(".toml") and not Path(file).exists():
-        raise ValueError(
-            f"{FILE}: found {file!r}, expected a TOML file; those of the project lie in the folder "
-            "configs of its sources, and the installed package has none"
-        )
-    config = Trainer.Config() if file is None else from_file(file)
-    return _with_options(config, options) if options else config
 
 
 def from_file(path: str | Path, field: str = FILE) -> Trainer.Config:
@@ -98,18 +87,14 @@ def from_file(path: str | Path, field: str = FILE) -> Trainer.Config:
         field: Name of the file in errors.
 
     Raises:
-        ValueError: A file cannot be read, or has an unknown field or a wrong value; the message
-            names the file that sets it.
+        ValueError: A file cannot be read, or has an unknown field or a wrong value.
     """
-    links = files.chain(path, field)
-    merged = files.merged(links)
+    sections = files.read(path, field)
     try:
-        names.require_known(name for name, _ in files.fields(merged))
-        config: Trainer.Config = values.overlay(Trainer.Config(), merged)
+        config: Trainer.Config = values.overlay(Trainer.Config(), sections)
         return config
     except ValueError as error:
-        file = files.origin(links, str(error).partition(":")[0])
-        raise ValueError(f"{file}: {error}") from None
+        raise ValueError(f"{path}: {error}") from None
 
 
 def for_ranks(config: Trainer.Config) -> list[str]:
@@ -127,33 +112,27 @@ def for_ranks(config: Trainer.Config) -> list[str]:
     return [f"--{FILE}", str(file)]
 
 
-def _from_json(path: Path) -> Trainer.Config:
-    config: typing.Any = values.overlay(Trainer.Config(), read_json_file(path), derived=True)
-    complete_config: Trainer.Config = dataclasses.replace(
-        config, model_spec=models.spec(config.model)
-    )
-    return complete_config
+def split_file(args: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Split arguments into the TOML file that they name, if any, and the others."""
+    path, others, words = None, [], iter(args)
+    for word in words:
+        key, equals, value = word.partition("=")
+        if key == f"--{FILE}":
+            path = value if equals else next(words, None)
+        else:
+            others.append(word)
+    return path, others
 
 
-def _with_options(config: Trainer.Config, options: Sequence[str]) -> Trainer.Config:
-    """Lay options of a command line over a config."""
-    option_names = names.of_options(options)
-    names.require_known(option_names)
-    known = {field.name for field in dataclasses.fields(config)}
-    sections = {name.partition(".")[0].replace("-", "_") for name in option_names}
-    is_part = bool(sections) and sections <= known
-    shown: typing.Any = config
-    if is_part:
-        # tyro takes its time for each section that it is shown, and gives advice about those alone.
-        kinds = typing.get_type_hints(type(config), include_extras=True)
-        parts = [(name, kinds[name]) for name in sections]
-        part: typing.Any = dataclasses.make_dataclass("Sections", parts)
-        shown = part(**{name: getattr(config, name) for name in sections})
+def _read(file: str | None, options: Sequence[str]) -> Trainer.Config:
+    config = Trainer.Config() if file is None else from_file(file)
+    if not options:
+        return config
     parsed: typing.Any = tyro.cli(
-        type(shown),
+        Trainer.Config,
         prog="amo train",
         args=options,
-        default=shown,
+        default=config,
         registry=custom_registry,
         use_underscores=True,
         # Comments are no help, and the search for them takes half of the time.
@@ -161,18 +140,4 @@ def _with_options(config: Trainer.Config, options: Sequence[str]) -> Trainer.Con
         # All ranks read the same command line: the first one prints.
         console_outputs=os.environ.get("RANK", "0") == "0",
     )
-    if not is_part:
-        return typing.cast(Trainer.Config, parsed)
-    return dataclasses.replace(config, **{name: getattr(parsed, name) for name in sections})
-
-
-def split_file(args: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Split arguments into the TOML file that they name, if any, and the others."""
-    path, others, words = None, [], iter(args)
-    for word in words:
-        key, equals, value = word.partition("=")
-        if key.replace("-", "_") == f"__{FILE}":
-            path = value if equals else next(words, None)
-        else:
-            others.append(word)
-    return path, others
+    return typing.cast(Trainer.Config, parsed)

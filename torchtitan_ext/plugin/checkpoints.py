@@ -82,9 +82,9 @@ class CheckpointManager(titan.CheckpointManager):
             """
             if self.stop_seconds < 1:
                 raise ValueError(
-                    f"checkpoint.stop_seconds: found {self.stop_seconds}, expected an integer >= 1"
+                    f"stop_seconds: found {self.stop_seconds}, expected an integer >= 1"
                 )
-            require_local("checkpoint.folder", self.folder)
+            require_local("folder", self.folder)
             if self.initial_load_path and not is_remote(self.initial_load_path):
                 self.initial_load_path = str(Path(self.initial_load_path).absolute())
             self.last_save_model_only |= self.last_save_in_hf
@@ -95,7 +95,7 @@ class CheckpointManager(titan.CheckpointManager):
             self.initial_load_model_only = model_only
             if self.keep_every < 0 or self.keep_every % self.interval:
                 raise ValueError(
-                    f"checkpoint.keep_every: found {self.keep_every}, expected a multiple of "
+                    f"keep_every: found {self.keep_every}, expected a multiple of "
                     f"checkpoint.interval, which is {self.interval}"
                 )
 

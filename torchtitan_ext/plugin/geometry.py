@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from amo_dist.tools.tracker import GeometryTracker, Record
-from torchtitan_ext.config.names import STOCK
+from torchtitan_ext.plugin.optimizers import STOCK
 from torchtitan_ext.runs.records import append_records, drop_from
 from torchtitan_ext.runs.run_files import GEOMETRY_FILE
 

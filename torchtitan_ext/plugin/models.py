@@ -11,7 +11,7 @@ import hashlib
 import importlib
 import pkgutil
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import torch
 import torchtitan.models
@@ -65,10 +65,6 @@ FLAVORS: dict[str, dict[str, tuple[DecoderShape, int]]] = {
 """Shape and vocabulary size of the project's flavors, by model and flavor."""
 
 
-SIZES = ("layers", "dim", "ffn_dim", "heads", "kv_heads", "head_dim", "vocab_size")
-"""Fields of ``[model]`` that change the size of its flavor."""
-
-
 @dataclass(kw_only=True, slots=True)
 class Model:
     """The ``[model]`` section."""
@@ -79,28 +75,6 @@ class Model:
 
     flavor: str = "debugmodel"
     """Its size: one of :data:`FLAVORS`, or of torchtitan's own."""
-
-    layers: int = 0
-    """Number of blocks; 0 here and below keeps the flavor's own. Sizes are those of ``llama3`` and
-    ``qwen3``; weights start as those of the AMO paper."""
-
-    dim: int = 0
-    """Width of the residual stream."""
-
-    ffn_dim: int = 0
-    """Width of the feed-forward."""
-
-    heads: int = 0
-    """Attention heads."""
-
-    kv_heads: int = 0
-    """Heads of keys and values."""
-
-    head_dim: int = 0
-    """Width of a head; for ``llama3`` it is ``dim / heads``."""
-
-    vocab_size: int = 0
-    """Rows of the embedding, at least as many as the tokenizer has tokens."""
 
     attention: Literal["sdpa", "flex", "varlen"] = "sdpa"
     """Kernel of attention.
@@ -123,39 +97,37 @@ def spec(model: Model) -> ModelSpec:
     Raises:
         ValueError: Name, flavor or attention does not exist.
     """
-    if model.name not in NAMES:
-        return _own(model)
+    stock = _titan_model(model) if model.name in NAMES else _user_model(model)
+    wrapped = functools.partial(parallelize, stock.parallelize_fn)
+    return replace(stock, parallelize_fn=wrapped)
+
+
+def _titan_model(model: Model) -> ModelSpec:
+    """Model of torchtitan, in a size of its own or of :data:`FLAVORS`."""
     module = importlib.import_module(f"torchtitan.models.{model.name}")
-    ours = FLAVORS.get(model.name, {})
-    theirs = next(
+    amo_flavors = FLAVORS.get(model.name, {})
+    titan_flavors = next(
         flavors
         for name, flavors in vars(module).items()
         if name.endswith("_configs") and isinstance(flavors, dict)
     )
-    if model.flavor not in {*ours, *theirs}:
-        raise ValueError(
-            f"model.flavor: found {model.flavor!r}, expected one of {', '.join([*ours, *theirs])}"
-        )
+    if model.flavor not in {*amo_flavors, *titan_flavors}:
+        known = ", ".join([*amo_flavors, *titan_flavors])
+        raise ValueError(f"model.flavor: found {model.flavor!r}, expected one of {known}")
     stock: ModelSpec = module.model_registry(
-        "debugmodel" if model.flavor in ours else model.flavor,
+        "debugmodel" if model.flavor in amo_flavors else model.flavor,
         # torchtitan's language models know no SDPA by name, but take it in their configs.
         attn_backend="flex" if model.attention == "sdpa" else model.attention,
     )
     config = cast(Decoder.Config, stock.model)
-    if model.flavor in ours or any(getattr(model, field) for field in SIZES):
-        known = ours.get(model.flavor)
-        config = _resized(config, *_sizes(model, config, known), fuse_qkv=model.fuse_qkv)
+    if model.flavor in amo_flavors:
+        config = _resized(config, *amo_flavors[model.flavor], fuse_qkv=model.fuse_qkv)
     if model.attention == "sdpa":
         use_sdpa(config, model.name)
-    return replace(
-        stock,
-        flavor=model.flavor,
-        model=config,
-        parallelize_fn=functools.partial(parallelize, stock.parallelize_fn),
-    )
+    return replace(stock, flavor=model.flavor, model=config)
 
 
-def _own(model: Model) -> ModelSpec:
+def _user_model(model: Model) -> ModelSpec:
     """Model of a user's module.
 
     Raises:
@@ -170,71 +142,12 @@ def _own(model: Model) -> ModelSpec:
             f"with a function model_registry(flavor, attn_backend): {error}"
         ) from None
     try:
-        own: ModelSpec = make(model.flavor, attn_backend=model.attention)
+        user_model: ModelSpec = make(model.flavor, attn_backend=model.attention)
     except KeyError as error:
         raise ValueError(
             f"model.flavor: found {model.flavor!r}, which {model.name} does not have"
         ) from error
-    return replace(own, parallelize_fn=functools.partial(parallelize, own.parallelize_fn))
-
-
-def _sizes(
-    model: Model, stock: Decoder.Config, known: tuple[DecoderShape, int] | None
-) -> tuple[DecoderShape, int]:
-    """Shape and vocabulary of a flavor, with the sizes that ``[model]`` sets.
-
-    Raises:
-        ValueError: For a size that cannot be, or a model that has none of these sizes.
-    """
-    if model.name not in FLAVORS:
-        field = next(field for field in SIZES if getattr(model, field))
-        raise ValueError(
-            f"model.{field}: found {getattr(model, field)} with model.name = {model.name!r}, "
-            f"expected one of {', '.join(FLAVORS)}"
-        )
-    if known is None:
-        layer: Any = stock.layers[0]
-        attention = layer.attention
-        dim, heads = stock.dim, attention.n_heads
-        head_dim = attention.head_dim or dim // heads
-        shape = DecoderShape(
-            len(stock.layers),
-            dim,
-            layer.feed_forward.w1.out_features,
-            heads,
-            attention.n_kv_heads or heads,
-            heads * head_dim / dim,
-        )
-        known = shape, stock.vocab_size
-    shape, vocab_size = known
-    heads, dim = model.heads or shape.heads, model.dim or shape.dim
-    if model.name == "llama3":
-        if model.head_dim not in (0, dim // heads):
-            raise ValueError(
-                f"model.head_dim: found {model.head_dim}, expected dim / heads = {dim / heads:g} "
-                "or none for llama3"
-            )
-        q_ratio = 1.0
-    else:
-        q_ratio = (model.head_dim or shape.head_dim) * heads / dim
-    try:
-        shape = DecoderShape(
-            layers=model.layers or shape.layers,
-            dim=dim,
-            ffn_dim=model.ffn_dim or shape.ffn_dim,
-            heads=heads,
-            kv_heads=model.kv_heads or min(shape.kv_heads, heads),
-            q_ratio=q_ratio,
-        )
-    except ValueError as error:
-        raise ValueError(f"model.{error}") from None
-    if heads % shape.kv_heads:
-        raise ValueError(f"model.kv_heads: found {shape.kv_heads}, expected a divisor of {heads}")
-    if shape.head_dim % 2:  # rotary embeddings turn pairs of entries
-        raise ValueError(f"model.head_dim: found {shape.head_dim}, expected an even number")
-    if model.vocab_size < 0:
-        raise ValueError(f"model.vocab_size: found {model.vocab_size}, expected an integer >= 0")
-    return shape, model.vocab_size or vocab_size
+    return user_model
 
 
 def use_sdpa(config: Decoder.Config, name: str) -> None:
@@ -257,7 +170,7 @@ def _resized(
     stock: Decoder.Config, shape: DecoderShape, vocab_size: int, *, fuse_qkv: bool
 ) -> Decoder.Config:
     """A dense model of torchtitan in another size, with the first weights of the AMO paper."""
-    init = {"weight": skip_param_init}  # drawn by :class:`_Drawn`
+    init = {"weight": skip_param_init}  # drawn by :class:`LayoutIndependentInit`
     embeddings, head, layer = stock.tok_embeddings, stock.lm_head, stock.layers[0]
     attention = layer.attention
     norm = replace(stock.norm, normalized_shape=shape.dim)
@@ -300,10 +213,11 @@ def _resized(
     )
 
 
-class _Drawn(Decoder):
+class LayoutIndependentInit(Decoder):
     """A model whose matrices start as ``N(0, INIT_STD^2)``, the same in every layout."""
 
     def init_states(self, *, buffer_device: torch.device | None = None) -> None:
+        """Draw the weights; arguments as in torchtitan."""
         super().init_states(buffer_device=buffer_device)
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
@@ -315,7 +229,7 @@ class _Drawn(Decoder):
                 _copy_into(module.wqkv.weight, _initial_wqkv(name, module))
 
 
-class Llama(_Drawn, Llama3Model):
+class Llama(LayoutIndependentInit, Llama3Model):
     """Llama with the first weights of the AMO paper."""
 
     @dataclass(kw_only=True, slots=True)
@@ -323,7 +237,7 @@ class Llama(_Drawn, Llama3Model):
         """torchtitan's."""
 
 
-class Qwen(_Drawn, Qwen3Model):
+class Qwen(LayoutIndependentInit, Qwen3Model):
     """Qwen3 with the first weights of the AMO paper."""
 
     @dataclass(kw_only=True, slots=True)

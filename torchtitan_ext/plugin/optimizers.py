@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 import torchtitan.components.optimizer as titan
 from torch import nn
@@ -25,10 +25,18 @@ from amo_dist.optimizers.muon import Muon
 from amo_dist.optimizers.named import MUON_SCHEDULES, OPTIMIZER_NAMES, make_optimizer
 from amo_dist.schedule.coefficients import named_schedule
 from amo_dist.schedule.types import Schedule
-from torchtitan_ext.config.names import SHARED, STOCK
 from torchtitan_ext.config.schedule_file import load_schedule_file
 from torchtitan_ext.plugin import hyperparameters
 from torchtitan_ext.plugin.step_clock import StepClock
+
+STOCK = ("AdamW", "Adam")
+"""Values of ``optimizer.name`` that are PyTorch's own; they orthogonalize nothing."""
+
+OPTIMIZERS = ("AMO", *(name for name in OPTIMIZER_NAMES if name not in ("AMO", *STOCK)), *STOCK)
+"""Values of ``optimizer.name``."""
+
+SHARED = tuple(field.name for field in dataclasses.fields(MuonConfig))
+"""Fields of ``[optimizer.muon]`` that every optimizer of the Muon family reads, AMO too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,168 +71,39 @@ class MuonSection(MuonConfig):
         return values
 
 
-DEFAULT_LR = 8e-4
-"""``optimizer.lr`` where nobody sets it, as torchtitan had it."""
-
-_UNSET = AMOConfig()
-
-
-def _common(config: Any) -> dict[str, Any]:
-    return {
-        "lr": config.lr,
-        "weight_decay": config.weight_decay,
-        "betas": (config.beta1, config.beta2),
-        "eps": config.eps,
-    }
-
-
-def _make(groups: list[dict[str, Any]], config: Any) -> Optimizer:
-    """An optimizer of the Muon family over groups."""
-    options = _common(config)
-    if config.name == "AMO":
-        return AMO(groups, config=config.amo, **options)
-    muon = MuonConfig(**config.muon.shared())
-    if config.name != "Muon":
-        return make_optimizer(config.name, groups, config=muon, **options)
-    schedule: str | Mapping[str, Schedule] = config.muon.schedule or MUON_SCHEDULES["Muon"]
-    if config.muon.schedule_file:
-        schedule = load_schedule_file(config.muon.schedule_file)
-    return Muon(groups, schedule=schedule, config=muon, **options)
-
-
-def _stock(config: Any, model_parts: Sequence[nn.Module]) -> titan.OptimizersContainer.Config:
-    """The section of torchtitan for one optimizer over all parameters."""
-    groups = []
-    undecayed = "|".join(f"(?:{expression})" for expression in config.no_decay)
-    common = _common(config)
-    for expression, factor in [*lr_multipliers(config).items(), (".*", 1.0)]:
-        options = {**common, "lr": config.lr * factor}
-        if undecayed:  # torchtitan searches, and takes the first group that matches
-            pattern = f"^(?=(?:{expression})$)(?:{undecayed})$"
-            groups.append((pattern, {**options, "weight_decay": 0.0}))
-        groups.append((f"^(?:{expression})$", options))
-    # torchtitan refuses a group without parameters.
-    names = [name for part in model_parts for name, _ in part.named_parameters()]
-    matches = {next(pattern for pattern, _ in groups if re.search(pattern, name)) for name in names}
-    return titan.OptimizersContainer.Config(
-        param_groups=[
-            titan.ParamGroupConfig(
-                pattern=pattern, optimizer_name=config.name, optimizer_kwargs=options
-            )
-            for pattern, options in groups
-            if pattern in matches
-        ],
-        implementation=config.implementation,
-    )
-
-
-def lr_multipliers(config: Any) -> dict[str, float]:
-    """Factors on the learning rate by expression.
-
-    Raises:
-        ValueError: For an entry that is none.
-    """
-    factors = {}
-    for expression, text in _pairs(config, "lr_multipliers", "FACTOR"):
-        try:
-            factor = float(text)
-        except ValueError:
-            factor = math.nan
-        if not (math.isfinite(factor) and factor > 0):
-            raise ValueError(
-                f"optimizer.lr_multipliers: found {text!r} for {expression!r}, expected a "
-                "number > 0"
-            )
-        factors[expression] = factor
-    return factors
-
-
-def patterns(config: Any) -> dict[str, str]:
-    """Operator types by expression, for :func:`amo_dist.param_groups`.
-
-    Raises:
-        ValueError: For an entry that is none.
-    """
-    return dict(_pairs(config, "patterns", "TYPE"))
-
-
-def _pairs(config: Any, field: str, right: str) -> Iterator[tuple[str, str]]:
-    for entry in getattr(config, field):
-        expression, equals, value = entry.rpartition("=")  # an expression may hold the sign
-        if not (equals and expression and value):
-            raise ValueError(f"optimizer.{field}: found {entry!r}, expected 'EXPRESSION={right}'")
-        _check_expression(field, expression, entry)
-        yield expression, value
-
-
-def _check_expression(field: str, expression: str, entry: str) -> None:
-    try:
-        re.compile(expression)
-    except re.error as error:
-        raise ValueError(
-            f"optimizer.{field}: found {entry!r}, expected a regular expression ({error})"
-        ) from None
-
-
-def require_used(model_parts: Sequence[nn.Module], config: Any) -> None:
-    """Check that each expression matches a parameter of some rank; a collective of the world.
-
-    Raises:
-        ValueError: On every rank, for an expression that matches nothing.
-    """
-    expressions = [
-        *(("no_decay", expression) for expression in config.no_decay),
-        *(("lr_multipliers", expression) for expression in lr_multipliers(config)),
-        *(("patterns", expression) for expression in patterns(config)),
-    ]
-    if not expressions:
-        return
-    names = {clean_name(name) for part in model_parts for name, _ in part.named_parameters()}
-    used = [any(re.fullmatch(pattern, name) for name in names) for _, pattern in expressions]
-    if dist.is_initialized():
-        # A pipeline stage holds its own blocks alone.
-        used_by_rank: list[list[bool]] = [[]] * dist.get_world_size()
-        dist.all_gather_object(used_by_rank, used)
-        used = [any(flags) for flags in zip(*used_by_rank, strict=True)]
-    for (name, expression), is_used in zip(expressions, used, strict=True):
-        if not is_used:
-            raise ValueError(
-                f"optimizer.{name}: found {expression!r}, which matches no parameter, expected "
-                "one that matches a whole name"
-            )
-
-
-OPTIMIZERS = (
-    *("AMO", "Muon"),
-    *(name for name in OPTIMIZER_NAMES if name not in ("AMO", "Muon", "AdamW")),
-    *reversed(STOCK),
-)
-"""Values of ``optimizer.name``; those of :data:`STOCK` are torchtitan's own."""
-
-
 def validate(config: Any) -> None:
     """Check ``[optimizer]``.
 
     Raises:
-        ValueError: For an unknown name, or a schedule that the named optimizer does not read.
+        ValueError: For an unknown name, an expression that is none, or a schedule that the named
+            optimizer does not read.
     """
     if config.name not in OPTIMIZERS:
         known = ", ".join(map(repr, OPTIMIZERS))
         raise ValueError(f"optimizer.name: found {config.name!r}, expected one of {known}")
-    lr_multipliers(config)
-    patterns(config)
-    for expression in config.no_decay:
-        _check_expression("no_decay", expression, expression)
-    if config.name not in STOCK:
-        _check_schedule(config)
+    for field_name, expression in _expressions(config):
+        try:
+            re.compile(expression)
+        except re.error as error:
+            raise ValueError(
+                f"optimizer.{field_name}: found {expression!r}, expected a regular expression "
+                f"({error})"
+            ) from None
+    sources = [name for name in ("schedule", "schedule_file") if getattr(config.muon, name)]
+    if sources and (config.name != "Muon" or len(sources) > 1):
+        raise ValueError(
+            f"optimizer.muon.{sources[-1]}: found {getattr(config.muon, sources[-1])!r}, expected "
+            "schedule or schedule_file, and either with optimizer.name = 'Muon' alone"
+        )
+    if config.name == "Muon":
+        _schedule(config.muon)
 
 
 def resolved(config: Any) -> Any:
     """Check ``[optimizer]``, and fill in what follows from its other fields.
 
-    ``[optimizer.amo]`` gets what AMO shares with the family from ``[optimizer.muon]``. Of
-    ``[optimizer] on_config_change`` and that of ``[optimizer.muon]``, the one that is not
-    ``error`` holds for both.
+    ``[optimizer.amo]`` gets what AMO shares with the family from ``[optimizer.muon]``, and both
+    the ``on_config_change`` of ``[optimizer]``.
 
     Args:
         config: Section; stays as it is.
@@ -233,30 +112,27 @@ def resolved(config: Any) -> Any:
         The complete section; completing it again changes nothing.
 
     Raises:
-        ValueError: An error of :func:`validate`, or a shared field in ``[optimizer.amo]``.
+        ValueError: An error of :func:`validate`, or a field that stands in the wrong section.
     """
     validate(config)
-    action, rule = config.on_config_change, config.muon.on_config_change
-    if action == "error":
-        action = "use_config" if rule == "replan" else rule
-    elif rule == "error":
-        rule = "replan" if action == "use_config" else action
+    rule = {"use_config": "replan"}.get(config.on_config_change, config.on_config_change)
     shared = {**config.muon.shared(), "on_config_change": rule}
+    own_rule = config.muon.on_config_change
+    if own_rule not in ("error", rule):
+        raise ValueError(
+            f"optimizer.muon.on_config_change: found {own_rule!r}, expected it in [optimizer]"
+        )
+    unset = AMOConfig()
     for name in SHARED:
         value = getattr(config.amo, name)
-        if value not in (getattr(_UNSET, name), shared.get(name, value)):
+        if value not in (getattr(unset, name), shared.get(name, value)):
             raise ValueError(
-                f"[optimizer.amo] {name}: found {value!r}, expected it in [optimizer.muon]"
+                f"optimizer.amo.{name}: found {value!r}, expected it in [optimizer.muon]"
             )
     amo = dataclasses.replace(config.amo, **shared)
     norm = amo.update_norm if config.name == "AMO" else config.muon.update_norm
-    return dataclasses.replace(
-        config,
-        lr=DEFAULT_LR if config.lr is None else config.lr,
-        on_config_change=action,
-        muon=dataclasses.replace(config.muon, on_config_change=rule, update_norm=norm),
-        amo=amo,
-    )
+    muon = dataclasses.replace(config.muon, on_config_change=rule, update_norm=norm)
+    return dataclasses.replace(config, muon=muon, amo=amo)
 
 
 def check_lock(source: Any, steps: int) -> None:
@@ -282,25 +158,85 @@ def check_lock(source: Any, steps: int) -> None:
     )
 
 
-def _check_schedule(config: Any) -> None:
-    """At most one source of the schedule, and that one readable."""
-    named = {field: getattr(config.muon, field) for field in ("schedule", "schedule_file")}
-    sources = {field: source for field, source in named.items() if source}
-    if config.name != "Muon" and sources:
-        field, source = next(iter(sources.items()))
-        raise ValueError(
-            f"[optimizer.muon] {field}: found {source!r}, but optimizer.name = "
-            f"{config.name!r} has schedules of its own; expected optimizer.name = 'Muon' with it"
-        )
-    if len(sources) > 1:
-        raise ValueError(
-            f"[optimizer.muon]: found both schedule = {sources['schedule']!r} and schedule_file = "
-            f"{sources['schedule_file']!r}, expected one"
-        )
-    if config.muon.schedule_file:
-        load_schedule_file(config.muon.schedule_file)
-    elif config.muon.schedule:
-        named_schedule(config.muon.schedule)
+def _expressions(config: Any) -> list[tuple[str, str]]:
+    """Regular expressions of ``[optimizer]``, each with the name of its field."""
+    no_decay = () if isinstance(config.no_decay, bool) else config.no_decay
+    fields = {
+        "no_decay": no_decay,
+        "lr_multipliers": config.lr_multipliers,
+        "patterns": config.patterns,
+    }
+    return [(name, expression) for name, values in fields.items() for expression in values]
+
+
+def _schedule(muon: MuonSection) -> Mapping[str, Schedule] | str:
+    """Schedule of ``name = "Muon"``."""
+    if muon.schedule_file:
+        return load_schedule_file(muon.schedule_file)
+    if muon.schedule:
+        named_schedule(muon.schedule)  # refuses an unknown name
+    return muon.schedule or MUON_SCHEDULES["Muon"]
+
+
+def _make(groups: list[dict[str, Any]], config: Any) -> Optimizer:
+    """Optimizer of a section over groups of :func:`amo_dist.param_groups`."""
+    options = {
+        "lr": config.lr,
+        "weight_decay": config.weight_decay,
+        "betas": (config.beta1, config.beta2),
+        "eps": config.eps,
+    }
+    if config.name in STOCK:
+        return _make_stock(groups, config, options)
+    if config.name == "AMO":
+        return AMO(groups, config=config.amo, **options)
+    muon = MuonConfig(**config.muon.shared())
+    if config.name != "Muon":
+        return make_optimizer(config.name, groups, config=muon, **options)
+    return Muon(groups, schedule=_schedule(config.muon), config=muon, **options)
+
+
+def _make_stock(groups: list[dict[str, Any]], config: Any, options: Mapping[str, Any]) -> Optimizer:
+    """Optimizer of PyTorch, with a group for each rate and decay."""
+    merged: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for group in groups:
+        key = (group.get("lr_multiplier", 1.0), group.get("weight_decay", config.weight_decay))
+        merged.setdefault(key, []).extend(parameter for _, parameter in group["params"])
+    stock: Any = getattr(torch.optim, config.name)
+    optimizer: Optimizer = stock(
+        [
+            {"params": parameters, "lr": config.lr * multiplier, "weight_decay": decay}
+            for (multiplier, decay), parameters in merged.items()
+        ],
+        **options,
+        fused=config.implementation == "fused",
+        foreach=config.implementation == "foreach",
+    )
+    return optimizer
+
+
+def _require_used(model_parts: Sequence[nn.Module], config: Any) -> None:
+    """Check that each expression matches a parameter of some rank; a collective of the world.
+
+    Raises:
+        ValueError: On every rank, for an expression that matches nothing.
+    """
+    expressions = _expressions(config)
+    if not expressions:
+        return
+    names = {clean_name(name) for part in model_parts for name, _ in part.named_parameters()}
+    used = [any(re.fullmatch(pattern, name) for name in names) for _, pattern in expressions]
+    if dist.is_initialized():
+        # A pipeline stage holds its own blocks alone.
+        used_by_rank: list[list[bool]] = [[]] * dist.get_world_size()
+        dist.all_gather_object(used_by_rank, used)
+        used = [any(flags) for flags in zip(*used_by_rank, strict=True)]
+    for (name, expression), is_used in zip(expressions, used, strict=True):
+        if not is_used:
+            raise ValueError(
+                f"optimizer.{name}: found {expression!r}, which matches no parameter, expected "
+                "one that matches a whole name"
+            )
 
 
 class OptimizersContainer(titan.OptimizersContainer):
@@ -310,7 +246,7 @@ class OptimizersContainer(titan.OptimizersContainer):
     part.
 
     Args:
-        config: ``[optimizer]`` with a ``name`` of the Muon family.
+        config: ``[optimizer]``.
         model_parts: Parts of the model, on their final device with their final placements.
     """
 
@@ -321,8 +257,8 @@ class OptimizersContainer(titan.OptimizersContainer):
         name: str = "AdamW"
         """One of :data:`OPTIMIZERS`."""
 
-        lr: float | None = None
-        """Peak learning rate; 8e-4 where none is set."""
+        lr: float = 8e-4
+        """Peak learning rate."""
 
         beta1: float = 0.9
         """AdamW's decay of the first moment."""
@@ -344,25 +280,23 @@ class OptimizersContainer(titan.OptimizersContainer):
 
         on_config_change: Literal["error", "keep_checkpoint", "use_config"] = "error"
         """
-        Action at a resume whose checkpoint has other values than the config: stop, keep those of
-        the checkpoint, or use those of the config. It holds for ``lr``, ``weight_decay``,
-        ``beta1``, ``beta2`` and ``eps``, and for the fields of ``[optimizer.muon]`` and
-        ``[optimizer.amo]`` unless ``[optimizer.muon] on_config_change`` is set (its word for
-        ``use_config`` is ``replan``), which likewise holds for all if this is not set. Changes of
-        ``[lr_scheduler]`` and of ``training.steps`` always hold.
+        What to do if the checkpoint's settings differ: stop, keep those of the checkpoint, or use
+        those of the config. It holds for the rate, weight decay, betas and ``eps``, for the fields
+        of ``[optimizer.muon]`` and ``[optimizer.amo]``, and for the sizes of the batch, of which
+        none of a checkpoint is kept. Changes of ``[lr_scheduler]`` and of ``training.steps``
+        always hold.
         """
 
-        no_decay: tuple[str, ...] = ()
+        no_decay: bool | tuple[str, ...] = ()
         """Regular expressions of parameters that do not decay: each matches a whole name, such as
-        ``.*norm.*``."""
+        ``.*norm.*``; true for norms, biases and embeddings."""
 
-        lr_multipliers: tuple[str, ...] = ()
-        """Factors on the learning rate, as ``EXPRESSION=FACTOR``; the first match wins."""
+        lr_multipliers: dict[str, float] = field(default_factory=dict)
+        """Factors on the learning rate by expression; the first match wins."""
 
-        patterns: tuple[str, ...] = ()
-        """Operator types of parameters whose names the project does not know, as
-        ``EXPRESSION=TYPE``, where ``adamw`` is no matrix; the first match wins. Read by the Muon
-        family."""
+        patterns: dict[str, str] = field(default_factory=dict)
+        """Operator types by expression of parameters whose names the project does not know, where
+        ``adamw`` is no matrix; the first match wins. Read by the Muon family."""
 
         muon: MuonSection = field(default_factory=MuonSection)
         """Fields of every ``name`` of the Muon family."""
@@ -371,21 +305,17 @@ class OptimizersContainer(titan.OptimizersContainer):
         """Fields of ``name = "AMO"``: when to observe, and how to plan. Those that AMO shares with
         the family stand in ``[optimizer.muon]``."""
 
-        def build(self, *, model_parts: list[nn.Module]) -> titan.OptimizersContainer:
-            """The container of the named optimizer, which is torchtitan's for its own names.
+        def build(self, *, model_parts: list[nn.Module]) -> OptimizersContainer:
+            """The container.
 
             Raises:
-                ValueError: For what :func:`validate` finds.
+                ValueError: For what :func:`resolved` finds.
             """
             config = resolved(self)  # a program or an override may have made it
-            require_used(model_parts, config)
-            if config.name in STOCK:
-                container = _stock(config, model_parts).build(model_parts=model_parts)
-            else:
-                container = OptimizersContainer(config, model_parts=model_parts)
+            _require_used(model_parts, config)
+            owner: Any = self._owner
+            container: OptimizersContainer = owner(config, model_parts=model_parts)
             hyperparameters.install(container, config)
-            parameter = next(p for part in model_parts for p in part.parameters())
-            container.clock = StepClock(parameter.device)
             container.register_step_pre_hook(container.clock.start)
             container.register_step_post_hook(container.clock.stop)
             return container
@@ -400,6 +330,7 @@ class OptimizersContainer(titan.OptimizersContainer):
         names = {parameter: clean_name(name) for name, parameter in named}
         for group in self.optimizer.param_groups:  # torchtitan's flat state goes by these
             group["param_names"] = [names[parameter] for parameter in group["params"]]
+        self.clock = StepClock(next(iter(names)).device)
         self._post_init([*names])
 
     @property
@@ -409,7 +340,7 @@ class OptimizersContainer(titan.OptimizersContainer):
 
 
 def groups_of(model_parts: Sequence[nn.Module], config: Any) -> list[dict[str, Any]]:
-    """Parameter groups for an optimizer of the Muon family.
+    """Parameter groups for an optimizer.
 
     Args:
         model_parts: Parts of the model on this rank.
@@ -420,14 +351,15 @@ def groups_of(model_parts: Sequence[nn.Module], config: Any) -> list[dict[str, A
     """
     # The config's own patterns come before those of the modules: the first match wins. A part may
     # lack what an expression names: another pipeline stage has it.
-    targets: dict[str, Any] = {**patterns(config), **_fused(model_parts)}
+    is_stock = config.name in STOCK  # to which every matrix is as good as another
     return param_groups(
         model_parts,
-        patterns=targets,
+        patterns={} if is_stock else {**config.patterns, **_fused(model_parts)},
         no_decay=config.no_decay,
-        lr_multipliers=lr_multipliers(config),
+        lr_multipliers=config.lr_multipliers,
         allow_unused=True,
-        per_head=config.muon.per_head,
+        unknown="matrix" if is_stock else "error",
+        per_head=config.muon.per_head and not is_stock,
     )
 
 

@@ -69,7 +69,9 @@ class Trainer(titan.Trainer):
             Raises:
                 Mistakes: All fields that do not fit together.
             """
-            return Trainer(checks.complete(self), **options)
+            owner: Any = self._owner
+            trainer: Trainer = owner(checks.complete(self), **options)
+            return trainer
 
     config: Config
     checkpointer: CheckpointManager

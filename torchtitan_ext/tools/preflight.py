@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 
 from amo_dist.tools.command import MOST_WORLD, Subparsers, positive, print_parts, print_text, whole
 
@@ -58,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: The arguments or the file cannot be read.
     """
+    print("loading PyTorch and torchtitan ...", file=sys.stderr, flush=True)
     from torchtitan_ext.config import settings
     from torchtitan_ext.plugin import machine
     from torchtitan_ext.tools import preflight_here, preflight_report
@@ -68,10 +70,10 @@ def run(args: argparse.Namespace) -> int:
     if is_elsewhere is None:
         is_elsewhere = args.world > machine.most_ranks()
     memory_gb = args.memory_gb or (80.0 if is_elsewhere else machine.gpu_memory_gb())
-    config, problems = preflight_here.examine(config, args.world, memory_gb)
+    config, problems = preflight_here.validate_config(config, args.world, memory_gb)
     report = predict(config, args.world, args.gpus_per_node, args.plan, problems)
     if config.model_spec is not None:
-        lacks = preflight_here.lacks(config)
+        lacks = preflight_here.missing_on_this_machine(config)
         if is_elsewhere:
             report["notes"] += [f"on this machine: {problem}" for problem in lacks]
         else:

@@ -18,6 +18,7 @@ from torchtitan_ext.config import checks
 from torchtitan_ext.config.checks import collect
 from torchtitan_ext.data.files import find_files
 from torchtitan_ext.data.loader import DATASETS, named_for, open_packed, paths
+from torchtitan_ext.plugin import machine
 from torchtitan_ext.runs.run_files import checkpoints
 from torchtitan_ext.tools.preflight_memory import check_memory, checkpoint_sizes
 
@@ -26,7 +27,9 @@ HUB_SECONDS = 5.0
 """After which the hub counts as out of reach."""
 
 
-def examine(config: Any, world_size: int, memory_gb: float | None = None) -> tuple[Any, list[str]]:
+def validate_config(
+    config: Any, world_size: int, memory_gb: float | None = None
+) -> tuple[Any, list[str]]:
     """Complete a config, and check how its fields fit together and with a world.
 
     Args:
@@ -37,14 +40,31 @@ def examine(config: Any, world_size: int, memory_gb: float | None = None) -> tup
     Returns:
         The config, complete as far as it has no mistakes, and a line for each mistake.
     """
-    config, problems = checks.examine(config, world_size)
+    config, problems = checks.validate_config(config, world_size)
     if memory_gb is not None and not problems:  # sizes mean little before all fits together
         by_name = checks.degrees(config, world_size)
         collect(problems, lambda: check_memory(config, by_name, memory_gb))
     return config, problems
 
 
-def lacks(config: Any) -> list[str]:
+def validate_for_machine(config: Any, ranks: int, nodes: int = 1) -> tuple[Any, list[str]]:
+    """Complete a config and check it for this node; what this machine lacks comes last.
+
+    Args:
+        config: Config as :func:`torchtitan_ext.config.settings.load` reads it.
+        ranks: Processes of a node.
+        nodes: Nodes of the run.
+
+    Returns:
+        The config, and a line for each mistake.
+    """
+    # A rank on CPU has its share of the machine's memory.
+    memory_gb = machine.gpu_memory_gb() or machine.memory_bytes() / ranks / 1e9
+    config, problems = validate_config(config, ranks * nodes, memory_gb)
+    return config, problems or missing_on_this_machine(config)
+
+
+def missing_on_this_machine(config: Any) -> list[str]:
     """Check what a config needs of this machine; a line for each lack.
 
     Args:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from amo_dist.operators.groups import named_parameters
-from torchtitan_ext.config.names import STOCK
+from torchtitan_ext.plugin.optimizers import STOCK
 
 Groups = Sequence[Mapping[str, Any]]
 
