@@ -292,6 +292,7 @@ def split_groups(
     is_list = isinstance(groups, Sequence) and len(groups) > 0
     require(is_list, "params", type(groups).__name__, remedy)
     plain: list[dict[str, Any]] = []
+    name_by_tensor: dict[int, str] = {}
     names: list[tuple[str, ...]] = []
     views: list[Mapping[str, tuple[MatrixView, ...]]] = []
     for group in groups:
@@ -305,6 +306,9 @@ def split_groups(
         require(is_pairs, "params", "a group without (name, parameter) pairs", remedy)
         for name, param in pairs:
             _check_parameter(name, param)
+            other = name_by_tensor.setdefault(id(param), name)
+            expected = "each tensor once, as param_groups lists tied ones"
+            require(other is name, "params", f"one tensor as {other} and as {name}", expected)
             has_views = algorithm == "adamw" or bool(own.get(name))
             require(has_views, name, "no matrix view", "one in 'matrix_views'")
         kept = {key: value for key, value in group.items() if key != "matrix_views"}

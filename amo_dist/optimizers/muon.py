@@ -28,6 +28,7 @@ from amo_dist.engine.controller import Controller
 from amo_dist.engine.hyperparameters import (
     check_groups,
     check_hyperparameters,
+    check_keys,
     describe_group,
 )
 from amo_dist.engine.parameters import (
@@ -167,6 +168,7 @@ class Muon(torch.optim.Optimizer):
         self.tracker: Tracker | None = None
         """Measures every matrix at the steps that it names; set it on all ranks."""
         self._assemble(Control(0, 0, config, policy, policy.start()))
+        check_keys(self.param_groups, self.rule_class.defaults)
         self._check_groups(self.param_groups)
         check_float16_eps(self._engine.parameters, self.param_groups)
         if len(self._engine.membership.ranks) == 1:
@@ -188,7 +190,7 @@ class Muon(torch.optim.Optimizer):
 
     def _check_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
         rule = self._engine.rule
-        check_groups(groups, rule.defaults, rule.check if rule.has_check else None)
+        check_groups(groups, rule.check if rule.has_check else None)
 
     # ---------------------------------------------------------------- one step
 
@@ -206,8 +208,8 @@ class Muon(torch.optim.Optimizer):
 
         Raises:
             ValueError: Before anything has changed: parameters were cast, moved or swapped too
-                late, a group has an unknown key or a bad hyperparameter, or there is no matrix.
-                Ranks without this fault raise RankMismatchError, which shows it.
+                late, a group has a bad hyperparameter, or a parameter lost its state. Every rank
+                raises it and names the rank at fault.
             NonFiniteGradientError: On every rank, before anything has changed, where a gradient
                 of any rank is NaN, inf, or so large that state would overflow, and
                 ``config.nonfinite`` is ``error``.
@@ -225,10 +227,9 @@ class Muon(torch.optim.Optimizer):
                 failed was left out. Names the rank and its error.
 
         On devices most steps do not wait for the device: a bad step leaves parameters and state as
-        they were, and the next step raises for it. A step waits for the device if it observes,
-        measures a residual, assigns owners, or moves gradients to the placements of their
-        parameters. If one rank raises for a fault of its own, such as a bad hyperparameter, ranks
-        that do not wait stay in the exchange until the job ends or the collective times out.
+        they were, and the next step raises for it, also for a fault of one rank alone. A step
+        waits for the device if it observes, measures a residual, assigns owners, or moves gradients
+        to the placements of their parameters.
         """
         loss = None
         if closure is not None:
