@@ -6,8 +6,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from amo_dist.tools.command import Parser, run_command
 from benchmarks.amo_paper import compare, evaluate, experiments, figures, static_schedule
+from torchtitan_ext.tools.command import Parser, run_command
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -13,9 +13,9 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from amo_dist.tools.command import Subparsers
 from benchmarks.amo_paper import results as results_module
 from benchmarks.amo_paper.results import Result
+from torchtitan_ext.tools.command import Subparsers
 
 SIGNIFICANT = 0.05
 """Corrected p-values below this are marked."""

@@ -19,10 +19,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from amo_dist.tools.command import Subparsers, pad, whole
 from torchtitan_ext.runs import files
 from torchtitan_ext.runs.run_files import checkpoint_step, find_checkpoint
 from torchtitan_ext.tools import export
+from torchtitan_ext.tools.command import Subparsers, pad, whole
 
 _METRICS = ("acc", "exact_match")
 """Metrics that count as a score; the first of them that a task has is taken."""

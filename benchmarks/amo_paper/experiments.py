@@ -8,12 +8,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from amo_dist.tools.command import MOST_RANKS, Subparsers, whole
 from benchmarks.amo_paper import evaluate, gather, runner
 from benchmarks.amo_paper.catalog import EXPERIMENTS, Experiment, experiment_named
 from benchmarks.amo_paper.resolve import QUICKSTART, ROOT, Job, Place, resolve
 from benchmarks.amo_paper.results import SHORT, check_examples
 from torchtitan_ext.runs import files
+from torchtitan_ext.tools.command import MOST_RANKS, Subparsers, whole
 
 
 def add_commands(actions: Subparsers) -> None:

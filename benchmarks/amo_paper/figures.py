@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from amo_dist.tools.command import Subparsers
 from torchtitan_ext.runs.costs import Records
+from torchtitan_ext.tools.command import Subparsers
 from torchtitan_ext.tools.report import data, page, style
 from torchtitan_ext.tools.report import figures as report
 from torchtitan_ext.tools.report.data import Run

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from amo_dist.tools.command import pad, read_json_file
+from torchtitan_ext.tools.command import pad, read_json_file
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

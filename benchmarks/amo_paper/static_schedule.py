@@ -31,10 +31,10 @@ from typing import Any
 from amo_dist.config import sort_operator_types
 from amo_dist.schedule.polar_express import SAFETY, compose, simulate
 from amo_dist.schedule.types import Schedule
-from amo_dist.tools.command import Subparsers
 from torchtitan_ext.runs import files
 from torchtitan_ext.runs.records import read_records
 from torchtitan_ext.runs.run_files import NUMBER, check_fields
+from torchtitan_ext.tools.command import Subparsers
 
 RULES: Mapping[str, int] = {"typical": 50, "conservative": 25, "floor": 10}
 """Percentile of ``ell`` by the name of the rule."""

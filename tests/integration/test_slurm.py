@@ -254,7 +254,7 @@ def test_the_task_of_the_probe_runs_the_doctor(job: Job, tmp_path: Path) -> None
         GPUS="1", AMO_DEVICE="cpu", OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore"
     )
     assert status == 1, output
-    assert "ok   newton-schulz: " in output
+    assert "ok   arithmetic: " in output
     assert calls[-1] == "scontrol update JobId=123456 ExcNodeList=n2", output
     assert not [*ROOT.glob(".probe-*")]
 
@@ -387,7 +387,7 @@ exec "$@"''',
     assert job.returncode == 75, output
     (step,) = complete_steps(run / "checkpoint")
     for line in (
-        "ok   newton-schulz: ",
+        "ok   arithmetic: ",
         "[amo] time limit ahead: saving\n",
         f"stopped at step {step}, which is saved",
         "Stopped; the same command goes on.\n",

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from tests.titan.data_corpus import write_packed
 from torchtitan_ext.cli import main
+from torchtitan_ext.data.files import find_files
+from torchtitan_ext.data.pack import tokenize
 from torchtitan_ext.data.tokenizers import HFTokenizer
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -86,9 +87,11 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("machine")
     for name in ("Qwen3-0.6B", "Llama-3.1-8B"):
         make_tokenizer(folder / "assets" / "hf" / name)
+    (folder / "a.txt").write_text("w0 w1")
     for name, path, eos in PACKED:
         tokenizer = HFTokenizer(str(folder / "assets" / "hf" / path), eos)
-        write_packed(folder / "data" / name, [["w0 w1"]], tokenizer=tokenizer)
+        for _ in tokenize(find_files(str(folder / "a.txt")), tokenizer, folder / "data" / name):
+            pass
     (folder / "outputs/qwen3_0.6b_60b/checkpoint/step-14300").mkdir(parents=True)
     make_tokenizer(folder / "large", 321)  # one more than the model knows
     (folder / "broken").mkdir()
@@ -151,15 +154,19 @@ SMALL = ("quickstart", "--training.steps=80")
         ((*SMALL, "--tokenizer.kind=hf", "--hf_assets_path=large"), "model.flavor: found 'quickst"),
         ((*SMALL, "--tokenizer.kind=hf", "--hf_assets_path=broken"), "hf_assets_path: the tokeni"),
         (
+            (*SMALL, "--dataloader.dataset=text", "--dataloader.dataset_path=gone"),
+            "dataloader.dataset_path: no such file or folder: 'gone'",
+        ),
+        (
             (*SMALL, "--dataloader.dataset=packed", "--dataloader.dataset_path=gone"),
-            "dataloader.dataset_path: no tokenize.json in 'gone'",
+            "dataloader.dataset_path: no index.json in 'gone'",
         ),
         (
             (
-                *(*SMALL, "--validator.enable", "--validator.dataloader.dataset=packed"),
+                *(*SMALL, "--validator.enable", "--validator.dataloader.dataset=text"),
                 "--validator.dataloader.dataset_path=gone",
             ),
-            "validator.dataloader.dataset_path: no tokenize.json in 'gone'",
+            "validator.dataloader.dataset_path: no such file or folder: 'gone'",
         ),
         (
             ("cpt_qwen3_0.6b", "--checkpoint.initial_load_path=gone"),

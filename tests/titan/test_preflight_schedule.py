@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from amo_dist.schedule.budget import ns_step_flops
-from amo_dist.tools.command import plain_text
 from tests.titan.test_preflight import CONFIGS, report
 from torchtitan_ext.cli import main
 from torchtitan_ext.tools import preflight_report
+from torchtitan_ext.tools.command import plain_text
 
 A1 = str(CONFIGS / "schedules" / "a1.toml")
 

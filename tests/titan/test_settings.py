@@ -12,12 +12,12 @@ import pytest
 from torchtitan.config import ConfigManager
 
 from amo_dist import AMOConfig
-from amo_dist.tools.command import Mistakes
 from tests.distributed import models
 from torchtitan_ext import config_registry, train
 from torchtitan_ext.config import files, settings, values
 from torchtitan_ext.plugin.optimizers import SHARED, MuonSection, OptimizersContainer
 from torchtitan_ext.plugin.trainer import Trainer
+from torchtitan_ext.tools.command import Mistakes
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 AMO = "[optimizer]\nname = 'AMO'\n[optimizer.amo]\nobserve_until = 8\nobserve_every = 4\n"

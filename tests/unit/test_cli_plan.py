@@ -1,3 +1,5 @@
+"""``amo plan``: from targets as the paper plans, and again from a run's plan."""
+
 from __future__ import annotations
 
 import json
@@ -6,92 +8,90 @@ from typing import Any
 
 import pytest
 
-import amo_dist
-from amo_dist.config import OPERATOR_TYPES
+from amo_dist.__main__ import main
+from amo_dist.config import OPERATOR_TYPES, AMOConfig
 from amo_dist.schedule.plan import Plan
-from amo_dist.tools.cli import main
+from amo_dist.schedule.planning import plan_measured
+from amo_dist.schedule.trials import Trials
 
 TABLE: dict[str, dict[str, Any]] = json.loads(
     (Path(__file__).parents[1] / "golden" / "locked_schedules.json").read_text()
 )
 TWO = ["plan", "--ell", "attn_k=1e-2", "--ell", "attn_q=3e-4"]
+# Hard, middling and easy.
+SPECTRA = {
+    name: [10.0 ** (-0.7 - decay * j) for j in range(40)]
+    for name, decay in (("attn_q", 0.11), ("attn_k", 0.03), ("mlp_up", 0.015))
+}
 
 
-def ell_options(model: str) -> list[str]:
-    return [f"--ell={name}={row['ell_target']!r}" for name, row in TABLE[model].items()]
-
-
-def planned(capsys: pytest.CaptureFixture[str], *options: str) -> Plan:
-    assert main(["plan", *options, "--json"]) == 0
+def planned(capsys: pytest.CaptureFixture[str], *argv: str) -> Plan:
+    assert main([*argv, "--json"]) == 0
     return Plan.from_json(capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("model", TABLE)
 def test_the_papers_rows_come_out(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    found = planned(capsys, *ell_options(model)[::-1])
-    assert found.operator_types == OPERATOR_TYPES
-    assert (found.criterion, found.planner) == ("projected", "paper")
-    # The plan itself: see tests/golden.
-    assert found.allocation == tuple(row["steps"] for row in TABLE[model].values())
+    ells = [f"--ell={name}={row['ell_target']!r}" for name, row in TABLE[model].items()]
+    plan = planned(capsys, "plan", *ells[::-1])
+    assert plan.operator_types == OPERATOR_TYPES
+    assert plan.allocation == tuple(row["steps"] for row in TABLE[model].values())
 
 
-def test_table(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(TWO) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == [
-        "operator",
-        "attn_q",
-        "attn_k",
-        "total",
-        "projected",
-        "budget",
-    ]
-    assert lines[1].split() == ["attn_q", "3.00000e-04", "5", "6", "0.6996", "0.0854"]
-    # Of the uniform schedule an easier type has the error at the bound that it is composed for.
-    assert lines[2].split() == ["attn_k", "1.00000e-02", "5", "4", "0.1287", "0.0145"]
-    assert lines[3].split() == ["total", "10", "10"]
+def measured_plan(**changes: Any) -> Plan:
+    """A plan as a run makes it from its observations."""
+    trials = Trials(range(2, 8), 5, 1e-3)
+
+    def errors(spectrum: list[float]) -> list[float]:
+        images = [[one.image(x / one.norm_scale) for x in spectrum] for one in trials.schedules()]
+        residuals = [sum((y * y - 1) ** 2 for y in ys) / len(ys) for ys in images]
+        return residuals + [sum((y - 1) ** 2 for y in ys) / len(ys) for ys in images]
+
+    return plan_measured(
+        AMOConfig(**changes),
+        {name: trials.best(errors(spectrum)) for name, spectrum in SPECTRA.items()},
+        num_matrices=(4, 4, 4),
+        weights=(0.25, 0.25, 0.5),
+        ell_robust=(3e-4, 1e-3, 2e-3),
+        costs={"attn_q": 10**9, "attn_k": 2 * 10**9, "mlp_up": 4 * 10**9},
+    )
+
+
+def test_a_runs_plan_is_shown_and_made_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan, file = measured_plan(), tmp_path / "plan.json"
+    file.write_text(plan.to_json() + "\n")
+    for path in (tmp_path, file):
+        assert planned(capsys, "plan", "--plan", str(path)) == plan
+    for ratio in (0.8, 1.0, 1.2):
+        again = planned(capsys, "plan", "--plan", str(file), f"--budget-ratio={ratio}")
+        assert again.allocation == measured_plan(budget_ratio=ratio).allocation
+    paper = planned(capsys, *TWO)
+    file.write_text(paper.to_json())
+    again = planned(capsys, "plan", "--plan", str(file), "--budget-ratio=0.9")
+    assert again.allocation == planned(capsys, *TWO, "--budget-ratio=0.9").allocation
 
 
 @pytest.mark.parametrize(
-    ("argv", "message"),
+    ("options", "field"),
     [
-        ([], "the following arguments are required: COMMAND"),
-        (["nothing"], "COMMAND: found 'nothing', expected one of plan, doctor; see"),
-        (["docter"], "expected one of plan, doctor (did you mean doctor?)"),
-        ([*TWO, "--jsn"], "found unknown --jsn, expected options of python -m amo_dist plan (did"),
-        (["plan"], "one of the arguments --ell --plan is required"),
-        ([*TWO, "--plan", "x"], "--plan: not allowed with argument --ell"),
-        (["plan", "--ell", "q"], "--ell: found 'q', expected TYPE=VALUE, e.g. attn_q=3e-4"),
-        (["plan", "--ell", "=1e-3"], "--ell: found '=1e-3', expected TYPE=VALUE"),
-        (["plan", "--ell", "q=x"], "--ell: found 'q=x', expected TYPE=VALUE"),
-        (["plan", "--ell", "q=0"], "--ell: found 'q=0', expected a value in (0, 1]"),
-        (["plan", "--ell", "q=nan"], "--ell: found 'q=nan', expected a value in (0, 1]"),
-        ([*TWO, "--ell", "attn_q=1e-3"], "--ell: found 'attn_q' twice"),
-        ([*TWO, "--budget-ratio", "0"], "budget_ratio: found 0.0, expected a number > 0"),
-        ([*TWO, "--budget-ratio", "much"], "--budget-ratio: invalid float value: 'much'"),
-        ([*TWO, "--budget-ratio", "0.1"], "budget: found 1, expected at least 2"),
-        ([*TWO, "--budget-ratio", "1e9"], "budget: found 10000000000, expected at most 100"),
-        ([*TWO, "--min-steps", "8"], "max_steps: found 7, expected an integer >= 8"),
-        ([*TWO, "--base-steps", "0"], "base_steps: found 0, expected an integer >= 1"),
+        (["--ell", "q"], "--ell"),
+        (["--ell", "q=0"], "ell"),
+        (["--ell", "q=nan"], "ell"),
+        (["--ell", "q=1e-3", "--budget-ratio", "0.1"], "budget"),
+        (["--ell", "q=1e-3", "--min-steps", "8"], "max_steps"),
+        (["--plan", "none"], "none"),
+        (["--plan", "PLAN", "--max-steps=8"], "--plan"),
+        (["--plan", "PLAN", "--budget-ratio=0.1"], "budget"),
     ],
 )
-def test_mistakes_are_one_line_and_exit_with_two(
-    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+def test_a_mistake_names_the_option(
+    options: list[str], field: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(argv) == 2
-    found = capsys.readouterr()
-    assert found.out == ""
-    assert len(found.err.splitlines()) == 1
-    assert found.err.startswith("error: ")
-    assert message in found.err
-
-
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"amo-dist {amo_dist.__version__}\n"
-
-
-def test_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--help"]) == 0
-    text = " ".join(capsys.readouterr().out.split())
-    assert "work of the plan, as a multiple of the uniform schedule's (default 1.0; with" in text
+    (tmp_path / "plan.json").write_text(measured_plan().to_json())
+    assert main(["plan", *(str(tmp_path) if word == "PLAN" else word for word in options)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("error: ")
+    assert field in printed.err

@@ -6,14 +6,15 @@ import dataclasses
 import math
 import operator
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 from torchtitan.distributed import ParallelDims
 
-from amo_dist.tools.command import Mistakes
 from torchtitan_ext.data import loader
 from torchtitan_ext.plugin import geometry, losses, models, optimizers
 from torchtitan_ext.runs.run_files import require_local
+from torchtitan_ext.tools.command import Mistakes
 
 _T = TypeVar("_T")
 
@@ -131,6 +132,7 @@ def _loader(section: Any, config: Any) -> Any:
     return dataclasses.replace(
         section,
         positions=config.model.attention != "sdpa",
+        tokens=section.tokens or str(Path(config.dump_folder).parent / "tokens"),
     )
 
 

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, TextIO
 
 from amo_dist.schedule.fields import fail, read_file, show
 from amo_dist.schedule.plan import PLAN_FILE, Plan
-from amo_dist.tools.command import printable, read_json_file
 from torchtitan_ext.runs import files
 from torchtitan_ext.runs.records import METRICS_FILE, MOST_RECORDS, append_records, drop_from
+from torchtitan_ext.tools.command import printable, read_json_file
 
 GEOMETRY_FILE = "geometry.jsonl"
 VALIDATION = "validation_loss"

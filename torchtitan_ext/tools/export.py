@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from amo_dist.schedule.fields import fail
-from amo_dist.tools.command import Subparsers
 from torchtitan_ext.config import files
 from torchtitan_ext.runs.run_files import RUN_FILE, find_checkpoint, read_config
+from torchtitan_ext.tools.command import Subparsers
 
 TOKENIZER_FILES = (
     "tokenizer.json",

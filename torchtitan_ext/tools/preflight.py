@@ -6,7 +6,14 @@ import argparse
 import json
 import sys
 
-from amo_dist.tools.command import MOST_WORLD, Subparsers, positive, print_parts, print_text, whole
+from torchtitan_ext.tools.command import (
+    MOST_WORLD,
+    Subparsers,
+    positive,
+    print_parts,
+    print_text,
+    whole,
+)
 
 
 def add_command(subparsers: Subparsers) -> None:

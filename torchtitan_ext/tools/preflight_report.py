@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
-from amo_dist.tools.command import Table
+from torchtitan_ext.tools.command import Table
 from torchtitan_ext.tools.preflight_memory import peak
 
 Part: TypeAlias = str | Table

@@ -10,8 +10,8 @@ from amo_dist.optimizers import root
 from amo_dist.optimizers.named import MUON_SCHEDULES
 from amo_dist.schedule.policies import as_policy
 from amo_dist.schedule.types import MatrixInfo
-from amo_dist.tools.command import read_steps
 from torchtitan_ext.config.schedule_file import load_schedule_file
+from torchtitan_ext.tools.command import read_steps
 from torchtitan_ext.tools.shapes import PLANS
 
 Steps = dict[str, int]

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from amo_dist.schedule.plan import OBJECTIVES, starved
-from amo_dist.tools.command import Subparsers
 from torchtitan_ext.runs import files
+from torchtitan_ext.tools.command import Subparsers
 from torchtitan_ext.tools.report import data, figures, page, style
 from torchtitan_ext.tools.report.data import Run
 from torchtitan_ext.tools.report.page import Picture, Section, Table

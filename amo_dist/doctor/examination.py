@@ -1,7 +1,7 @@
 """Checks on all ranks at once, none of which can hang the others.
 
-A check runs on a thread of its own. When it ends, or its time is up, the ranks sign a store, which
-shows who is missing, and exchange the outcomes over a group on the CPU that no check uses.
+A check runs on a thread of its own. When it ends, or its time is up, the ranks exchange its outcome
+over a store, which shows who is missing and waits for no check.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from amo_dist.tools.doctor.site import Fault, Site, name_ranks
+from amo_dist.doctor.site import Fault, Site, name_ranks
 
 GRACE = 10.0
 """Seconds for the other ranks to answer after a check has ended here or run out of time."""
@@ -33,14 +33,12 @@ class Check:
             failure.
         figure: Text of a success, or a function that makes it from the values of all ranks, in
             their order, and may raise `Fault`.
-        is_collective: Whether ranks wait for each other in ``measure``.
         skip: Reason to skip the check here; empty to run it.
     """
 
     name: str
     measure: Callable[[], Any] = dict
     figure: str | Callable[[Sequence[Any]], str] = str
-    is_collective: bool = True
     skip: str = ""
 
 
@@ -52,15 +50,13 @@ class Verdict:
         name: Name of the check.
         verdict: ``ok``, ``FAIL`` or ``skip``.
         figure: Measurement or fault, in a line.
-        values: Values of each rank; empty if any rank failed.
-        errors: Full errors by rank.
+        outcomes: Values or full error of each rank.
     """
 
     name: str
     verdict: str
     figure: str
-    values: Sequence[Any] = ()
-    errors: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    outcomes: Sequence[Mapping[str, Any]] = ()
 
     def __str__(self) -> str:
         return f"{self.verdict:<4} {self.name}: {self.figure}"
@@ -69,29 +65,21 @@ class Verdict:
 class Examination:
     """Runs checks one after the other; all ranks construct it and call it alike.
 
-    Once ranks may be out of step (one is stuck or missing, or left a collective that others are
-    in), the remaining checks are skipped.
+    Once ranks may be out of step (one is stuck or missing, or an error ended the check on some
+    ranks alone), the remaining checks are skipped.
 
     Args:
         site: Ranks of the examination.
-        seconds: Seconds for all checks together.
-        deadline: Seconds for one check.
+        seconds: Seconds for all checks together; one check may take half of them.
         report: Function that every rank calls with each verdict.
     """
 
-    def __init__(
-        self,
-        site: Site,
-        *,
-        seconds: float,
-        deadline: float,
-        report: Callable[[Verdict], object],
-    ) -> None:
+    def __init__(self, site: Site, seconds: float, report: Callable[[Verdict], object]) -> None:
         self.verdicts: list[Verdict] = []
         self.is_stuck = False
         """Whether a check still runs on any rank, so that processes must end by ``os._exit``."""
         self._site, self._report = site, report
-        self._end, self._deadline = time.monotonic() + seconds, deadline
+        self._end, self._longest = time.monotonic() + seconds, seconds / 2
         self._skip_reason = ""
 
     def run(self, checks: Sequence[Check]) -> None:
@@ -103,21 +91,20 @@ class Examination:
             self._report(verdict)
 
     def _examine(self, check: Check) -> Verdict:
-        outcome = self._measure(check, min(self._deadline, self._end - time.monotonic()))
-        left = max(0.0, self._end - time.monotonic())
+        seconds = min(self._longest, self._end - time.monotonic())
+        outcome = self._measure(check, seconds)
+        key = f"check {len(self.verdicts)}"
         try:
-            self._site.sign(f"check {len(self.verdicts)}", GRACE + min(left, self._deadline))
-            outcomes = self._site.gather(outcome)
+            outcomes = self._site.exchange(key, outcome, seconds + GRACE)
         except RuntimeError as fault:  # a `Fault`, or a rank that was lost in between
             self.is_stuck = True
             self._skip_reason = f"after {check.name} ranks are missing"
             return Verdict(check.name, "FAIL", str(fault))
         states = [outcome["state"] for outcome in outcomes]
         self.is_stuck = "stuck" in states
-        is_torn = check.is_collective and 0 < states.count("broke") < len(states)
-        if self.is_stuck or is_torn:
+        if self.is_stuck or 0 < states.count("broke") < len(states):
             self._skip_reason = f"after {check.name} ranks may be out of step"
-        elif outcomes[0]["left"] < self._deadline / 4:  # rank 0's clock decides for all
+        elif outcomes[0]["left"] < self._longest / 8:  # rank 0's clock decides for all
             self._skip_reason = "no time left (--seconds)"
         return conclude(check, outcomes)
 
@@ -130,11 +117,11 @@ class Examination:
                 if self._site.is_cuda:
                     torch.cuda.set_device(self._site.device)  # a new thread starts on device 0
                 outcome.update(state="ended", values=check.measure())
+            except Fault as fault:
+                outcome.update(state="ended", error=str(fault))
             except Exception as error:
-                is_fault = isinstance(error, Fault)
-                text = str(error) if is_fault else f"{type(error).__name__}: {error}"
-                state = "ended" if is_fault else "broke"
-                outcome.update(state=state, error=text, traceback=traceback.format_exc())
+                text = f"{type(error).__name__}: {error}"
+                outcome.update(state="broke", error=text, traceback=traceback.format_exc())
 
         thread = threading.Thread(target=work, daemon=True, name=check.name)
         thread.start()
@@ -144,39 +131,19 @@ class Examination:
 
 
 def conclude(check: Check, outcomes: Sequence[Mapping[str, Any]]) -> Verdict:
-    """Conclude the verdict from the outcomes of a check on all ranks."""
-    errors = {rank: made["error"] for rank, made in enumerate(outcomes) if "error" in made}
-    if errors:
-        full = {rank: outcomes[rank].get("traceback", text) for rank, text in errors.items()}
-        return Verdict(check.name, "FAIL", _by_rank(errors, outcomes), errors=full)
-    values = [outcome["values"] for outcome in outcomes]
-    try:
-        figure = check.figure if isinstance(check.figure, str) else check.figure(values)
-        return Verdict(check.name, "ok", figure, values)
-    except Fault as fault:
-        return Verdict(check.name, "FAIL", str(fault), values)
+    """Conclude the verdict from the outcomes of a check on all ranks.
 
-
-def _by_rank(errors: Mapping[int, str], outcomes: Sequence[Mapping[str, Any]]) -> str:
-    """List each error once with its ranks; those that only waited come last."""
-    order = sorted(errors, key=lambda rank: outcomes[rank]["state"] == "stuck")
-    texts = []
-    for text in dict.fromkeys(errors[rank] for rank in order):
-        ranks = [rank for rank, other in errors.items() if other == text]
-        culprits = "all ranks" if 1 < len(ranks) == len(outcomes) else name_ranks(ranks)
-        short = " ".join(text.split())[:MOST_CHARACTERS]
-        texts.append(short if len(outcomes) == 1 else f"{culprits}: {short}")
-    return "; ".join(texts)
-
-
-def check_alike(values: Sequence[Mapping[str, Any]]) -> None:
-    """Check that all ranks have the same values.
-
-    Raises:
-        Fault: They differ; the message has the key, rank 0's value, and the ranks with another.
+    The line has the error of the first rank that did more than wait, and all ranks with the same.
     """
-    for key, expected in values[0].items():
-        others = [rank for rank, value in enumerate(values) if value[key] != expected]
-        if others:
-            value = values[others[0]][key]
-            raise Fault(f"{key}: rank 0 has {expected}, {name_ranks(others)} {value}")
+    errors = {rank: made["error"] for rank, made in enumerate(outcomes) if "error" in made}
+    try:
+        if errors:
+            first = min(errors, key=lambda rank: outcomes[rank]["state"] == "stuck")
+            ranks = name_ranks([rank for rank, text in errors.items() if text == errors[first]])
+            text = " ".join(errors[first].split())[:MOST_CHARACTERS]
+            raise Fault(text if len(outcomes) == 1 else f"{ranks}: {text}")
+        values = [outcome["values"] for outcome in outcomes]
+        figure = check.figure if isinstance(check.figure, str) else check.figure(values)
+        return Verdict(check.name, "ok", figure, outcomes)
+    except Fault as fault:
+        return Verdict(check.name, "FAIL", str(fault), outcomes)

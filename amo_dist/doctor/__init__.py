@@ -1,0 +1,1 @@
+"""The command ``doctor``: checks that the optimizer runs on this machine or cluster."""

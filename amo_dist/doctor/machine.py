@@ -1,0 +1,181 @@
+"""Checks of machines and network, without the optimizer."""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from amo_dist.doctor.examination import Check
+from amo_dist.doctor.site import Fault, Site, name_ranks
+from amo_dist.kernels.newton_schulz import orthogonalize
+from amo_dist.kernels.spectra import observe
+from amo_dist.schedule.polar_express import composed
+
+DIFFERENCE = 0.05
+"""Relative difference of a result in bfloat16: five steps lift roundings of 2^-9 to 0.01."""
+ELL_ERROR = 1e-3
+"""Relative error of ``ell`` that the kernels promise."""
+NOISE = 1e-6
+"""Singular value over the norm below which rounding hides it."""
+SLOW = 2.0
+"""Time of a rank over the median at which its device counts as slow."""
+LEAST_SECONDS = 0.05
+"""Seconds of one timing; a device that idles needs some of them to raise its clock."""
+TIMINGS = 5
+"""Timings, of which the shortest counts: something disturbed the others."""
+
+
+def checks(site: Site) -> list[Check]:
+    """List the checks of network and arithmetic in the order in which they run."""
+    alone = "" if site.world_size > 1 else "needs 2 ranks"
+    figure = functools.partial(arithmetic_figure, compares=site.is_cuda)
+    return [
+        Check("arithmetic", functools.partial(arithmetic, site), figure),
+        Check("network", functools.partial(network, site), speed_figure, skip=alone),
+    ]
+
+
+def probe(site: Site, folder: Path) -> list[Check]:
+    """List the checks of a minute before training, which include the disk of a folder."""
+    return [*checks(site), Check("disk", functools.partial(disk, site, folder), speed_figure)]
+
+
+# ------------------------------------------------------------------ arithmetic
+
+
+def arithmetic(site: Site) -> dict[str, float]:
+    """Compare Newton-Schulz and ``ell`` on the device with those on the CPU.
+
+    Returns:
+        The greatest relative ``difference`` of Newton-Schulz, and the ``seconds`` of one.
+
+    Raises:
+        Fault: They differ by more than rounding explains.
+    """
+    m, n = (1024, 1536) if site.is_cuda else (128, 192)
+    generator = torch.Generator("cpu").manual_seed(0)
+    full = torch.randn(m, n, generator=generator, device="cpu")
+    decay = torch.logspace(0, -4, m, device="cpu").unsqueeze(-1)
+    cases = {"normal": full, "low rank": full[:, : m // 4] @ full[: m // 4], "graded": full * decay}
+    coefficients = composed(1e-3, 5).coefficients
+    trials = torch.tensor([coefficients], dtype=torch.float64, device="cpu")
+    for name, matrix in cases.items():
+        ell = observe(matrix, trials, 1.01)[0].item()
+        observed = observe(matrix.to(site.device), trials.to(site.device), 1.01)[0].item()
+        if not abs(observed - ell) <= ELL_ERROR * ell + NOISE * (ell < NOISE):
+            raise Fault(f"{name}: ell: found {observed:.6g}, expected {ell:.6g}")
+    expected = orthogonalize(full, coefficients, dtype=torch.float32)
+    run = functools.partial(orthogonalize, full.to(site.device), coefficients, dtype=torch.bfloat16)
+    difference = ((run().float().cpu() - expected).norm() / expected.norm()).item()
+    if not difference <= DIFFERENCE:
+        raise Fault(f"the result differs by {difference:.3g} from the CPU's")
+    return {"difference": difference, "seconds": least_seconds(run, site)}
+
+
+def least_seconds(run: Callable[[], object], site: Site) -> float:
+    """Seconds of one call, from the shortest of `TIMINGS`, each at least `LEAST_SECONDS` long."""
+
+    def seconds_of(count: int) -> float:
+        start = time.perf_counter()
+        for _ in range(count):
+            run()
+        if site.is_cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    count = 1
+    while seconds_of(count) < LEAST_SECONDS:
+        count *= 2
+    return min(seconds_of(count) for _ in range(TIMINGS)) / count
+
+
+def arithmetic_figure(values: Sequence[Mapping[str, float]], *, compares: bool) -> str:
+    """Format the greatest difference and time.
+
+    Args:
+        values: Values of all ranks.
+        compares: Whether ranks have a device each, so that their times can be compared.
+
+    Raises:
+        Fault: A device is slow.
+    """
+    seconds = [value["seconds"] for value in values]
+    median = sorted(seconds)[len(seconds) // 2]
+    slow = [rank for rank, value in enumerate(seconds) if value > SLOW * median]
+    if compares and slow:
+        times = max(seconds) / median
+        raise Fault(f"{name_ranks(slow)}: {times:.1f} times as slow as the median")
+    difference = max(value["difference"] for value in values)
+    return f"within {difference:.1e} of the CPU's, {max(seconds) * 1e3:.2f} ms each"
+
+
+# ------------------------------------------------------------------ network and disk
+
+
+def network(site: Site) -> float:
+    """Exchange odd numbers of bytes, and none with some ranks, as ranks exchange matrices.
+
+    Returns:
+        Bytes per second that this rank sends, without the first exchange, which makes connections.
+
+    Raises:
+        Fault: Other bytes than the sent ones arrived.
+    """
+    rank, ranks = site.rank, range(site.world_size)
+    most = (2**26 if site.is_cuda else 2**22) // site.world_size
+
+    def content(source: int, target: int) -> torch.Tensor:
+        share = (3 * source + 5 * target) % 4
+        numbers = torch.arange(most * share // 3 | 1 if share else 0, device=site.device)
+        return ((7 * numbers + 31 * source + 17 * target) % 251).to(torch.uint8)
+
+    sent, expected = ([content(rank, r) for r in ranks], [content(r, rank) for r in ranks])
+    receives, sends = [len(part) for part in expected], [len(part) for part in sent]
+    received, seconds = torch.cat(expected).zero_(), []
+    for _ in range(TIMINGS):
+        start = time.perf_counter()
+        dist.all_to_all_single(received, torch.cat(sent), receives, sends)
+        if site.is_cuda:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    for other, part in enumerate(received.split(receives)):
+        if not torch.equal(part, expected[other]):
+            raise Fault(f"from rank {other}: found other bytes than the {len(part)} that it sent")
+    return sum(sends) / min(seconds[1:])
+
+
+def disk(site: Site, folder: Path) -> float:
+    """Write a file to the disk, read it, and delete it.
+
+    Returns:
+        Bytes per second of writing.
+
+    Raises:
+        Fault: Other bytes came back.
+    """
+    data = os.urandom(2**26 if site.is_cuda else 2**20)
+    path = folder / f".probe-{socket.gethostname()}-{site.rank}-{os.getpid()}"
+    try:
+        start = time.perf_counter()
+        with path.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        seconds = time.perf_counter() - start
+        if path.read_bytes() != data:
+            raise Fault(f"{path}: found other bytes than were written")
+    finally:
+        path.unlink(missing_ok=True)
+    return len(data) / seconds
+
+
+def speed_figure(values: Sequence[float]) -> str:
+    """Format the bytes per second of the slowest rank."""
+    return f"{min(values) / 1e9:.3f} GB/s on the slowest rank"

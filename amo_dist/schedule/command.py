@@ -1,0 +1,108 @@
+"""Command ``plan``: Newton-Schulz steps by operator type, and what they gain over uniform steps."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from amo_dist.config import AMOConfig
+from amo_dist.schedule.plan import PLAN_FILE, Plan, starved
+from amo_dist.schedule.planning import plan_allocation, plan_measured, steps_to_try
+
+_OPTIONS: dict[str, tuple[type, str]] = {
+    "budget_ratio": (float, "work of the plan, as a multiple of the uniform schedule's"),
+    "min_steps": (int, "fewest steps of a type"),
+    "max_steps": (int, "most steps of a type"),
+}
+"""Fields of the config that are options, with their type and help."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``plan`` to its parser."""
+    parser.description = (
+        "Divide Newton-Schulz steps among operator types: with --ell as the AMO paper does, with "
+        "--plan from the measurements in a run's plan. Print the plan beside the uniform schedule. "
+        "Example: amo plan --ell attn_q=3.0e-4 --ell attn_k=1.3e-3 --budget-ratio 0.9"
+    )
+    source = parser.add_mutually_exclusive_group(required=True)
+    text = "ell target of an operator type, in (0, 1]; repeat the option for each type"
+    source.add_argument("--ell", metavar="TYPE=VALUE", action="append", help=text)
+    text = f"{PLAN_FILE} of a run, or the run's folder; with a further option, plan again"
+    source.add_argument("--plan", metavar="FILE", type=Path, help=text)
+    for field, (kind, text) in _OPTIONS.items():
+        parser.add_argument(f"--{field.replace('_', '-')}", type=kind, help=text)
+    text = f"print the plan as JSON, as in {PLAN_FILE}"
+    parser.add_argument("--json", action="store_true", help=text)
+    parser.set_defaults(run=run_plan)
+
+
+def run_plan(args: argparse.Namespace) -> int:
+    """Print the plan for parsed arguments.
+
+    Raises:
+        ValueError: An argument is malformed, a plan cannot be read, or a budget is infeasible.
+        OSError: The plan's file cannot be read.
+    """
+    changes = {name: getattr(args, name) for name in _OPTIONS if getattr(args, name) is not None}
+    if args.plan is None:
+        plan = plan_allocation(AMOConfig.paper(**changes), _ells(args.ell))
+    else:
+        path = args.plan / PLAN_FILE if args.plan.is_dir() else args.plan
+        if not path.is_file():  # a pipe or a device may have no end
+            raise ValueError(f"--plan: found no file {path}, expected {PLAN_FILE} of a run")
+        plan = Plan.from_json(path.read_text())
+        plan = plan_again(plan, changes) if changes else plan
+    warnings = [f"warning: {line}" for line in starved(plan)]
+    print(plan.to_json() if args.json else "\n".join([str(plan), *warnings]))
+    return 0
+
+
+def _ells(texts: Sequence[str]) -> dict[str, float]:
+    """Targets by operator type."""
+    ells = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        try:
+            ells[name] = float(value)
+        except ValueError:
+            raise ValueError(f"--ell: found {text!r}, expected TYPE=VALUE") from None
+    return ells
+
+
+def plan_again(plan: Plan, changes: dict[str, Any]) -> Plan:
+    """Plan with other settings from what a plan holds.
+
+    Args:
+        plan: The plan of a run.
+        changes: Fields of the config: ``budget_ratio``, ``min_steps``, ``max_steps``.
+
+    Raises:
+        ValueError: The plan has no measurements for these settings, or a budget is infeasible.
+    """
+    kept = ("planner", "base_steps", "base_ell", "min_steps", "max_steps")
+    config = AMOConfig(**({name: getattr(plan, name) for name in kept} | changes))
+    names, costs = plan.operator_types, None
+    if plan.costs is not None:
+        costs = dict(zip(names, plan.costs, strict=True))
+    if plan.criterion == "projected":
+        return plan_allocation(config, dict(zip(names, plan.ell_target, strict=True)), costs=costs)
+    assert plan.measured is not None
+    assert costs is not None
+    assert plan.weights is not None
+    tried, has = steps_to_try(config), plan.measured[0]
+    if tried[0] < has.min_steps or tried[-1] > has.max_steps:
+        raise ValueError(
+            f"--plan: found measurements of {has.min_steps} to {has.max_steps} steps, expected "
+            f"{tried[0]} to {tried[-1]}"
+        )
+    measured = [spectra.within(tried[0], tried[-1]) for spectra in plan.measured]
+    return plan_measured(
+        config,
+        dict(zip(names, measured, strict=True)),
+        weights=plan.weights,
+        costs=costs,
+        ell_robust=plan.ell_robust,
+        num_matrices=plan.num_matrices,
+    )

@@ -1,1 +1,0 @@
-"""Command ``doctor``: checks that the optimizer runs on this machine or cluster."""
