@@ -1,1 +1,1 @@
-"""Kill training at random, resume it, and compare: ``python -m tests.faults --trials 100``."""
+"""Kill training at random, resume it, and compare: ``python -m tests.faults --number 100``."""

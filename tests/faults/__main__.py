@@ -1,4 +1,4 @@
-"""``python -m tests.faults --trials N --seed S --results FILE``."""
+"""``python -m tests.faults --number N --seed S``."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ from tests.faults import campaign
 from tests.faults.series import main
 
 if __name__ == "__main__":
-    sys.exit(main("tests.faults", "trials", campaign.trials))
+    sys.exit(main(campaign.trials))

@@ -15,10 +15,11 @@ from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
-from tests.faults.damage import KINDS, Ledger, names_one
+from tests.faults.damage import KINDS, Ledger
 from tests.faults.series import Trial as SeriesTrial
 from tests.faults.worker import SAVE_POINTS, STEPS, Kill, Run, main
 
@@ -41,8 +42,8 @@ class Trial:
     """Runs over one folder of checkpoints; each but the last is killed.
 
     Attributes:
-        runs: What they do.
-        damages: After each killed run, how often the newest checkpoint is damaged, and how.
+        runs: Every run, in order.
+        damages: Kinds of damage to the newest checkpoint after each killed run.
     """
 
     runs: tuple[Run, ...]
@@ -89,14 +90,13 @@ class Campaign:
         """An undisturbed run on one rank, made when first needed."""
         if planner not in self._references:
             run = Run(1, "plain", STEPS + 1, False, planner=planner)
-            found = self.run(run, self._folder / f"reference-{planner}")[1]
-            assert found is not None
-            assert found["controls"][STEPS]["policy"]["plan"]["planner"] == planner
-            self._references[planner] = found
+            outcome = self.run(run, self._folder / f"reference-{planner}")[1]
+            assert outcome is not None
+            self._references[planner] = outcome
         return self._references[planner]
 
     def run(self, run: Run, checkpoints: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """How the run resumed, and what rank 0 reported; None where the run was killed."""
+        """The resume of a run, and the report of its rank 0; None where the run was killed."""
         self._number += 1
         store, result, resumed = (
             self._folder / f"{name}{self._number}" for name in ("store", "result", "resumed")
@@ -110,73 +110,50 @@ class Campaign:
         for process in processes:
             process.start()
         exits = _wait(processes)
-        how: dict[str, Any] = json.loads(resumed.read_text()) if resumed.exists() else {}
+        resume: dict[str, Any] = json.loads(resumed.read_text()) if resumed.exists() else {}
         store.unlink(missing_ok=True)
         if run.kill is None or set(exits) == {0}:
             assert set(exits) == {0}, exits
-            assert run.kill is None or run.kill.step <= how["first"], exits
-            loaded: dict[str, Any] = torch.load(result, weights_only=True)
-            result.unlink()
-            return how, loaded
+            assert run.kill is None or run.kill.step <= resume["first"], exits
+            return resume, torch.load(result, weights_only=True)
         killed = [exits[rank] for rank in run.kill.ranks]
         # The last of several to get there may find its peers gone, and fail of that first.
         assert -9 in killed, exits
         assert 0 not in killed, exits
-        return how, None
+        return resume, None
 
     def trial(self, trial: Trial, rng: random.Random) -> list[str]:
-        """Kill, damage, resume, and compare in the end; returns what happened.
+        """Kills, damages, resumes, and compares in the end; returns the events.
 
         Raises:
             AssertionError: Something that must be equal is not.
         """
         checkpoints = self._folder / f"checkpoints{self._number}"
-        ledger, events = Ledger(checkpoints), [f"resumes: {len(trial.damages)}"]
+        ledger, events = Ledger(checkpoints), ["resumes"] * len(trial.damages)
         for run, damages in zip(trial.runs, (*trial.damages, ()), strict=True):
-            expected, incomplete = ledger.expected(), ledger.incomplete()
-            how, found = self.run(run, checkpoints)
-            first = how["first"]
-            assert first in expected.steps, (first, expected)
-            for step, names in expected.damaged.items():
-                if step > first:
-                    reasons = how["told"].get(f"step-{step:04}", [])
-                    assert names_one(names, "\n".join(reasons)), (names, reasons)
-                    events.append("a damaged checkpoint named")
-            if any(step > first for step in incomplete):
-                events.append("resumed past an incomplete checkpoint")
-            if run is not trial.runs[0]:
-                events.append(f"resumed from {_phase(first)}")
-            ledger.look()
-            if found is not None:
+            step, named = ledger.expected()
+            resume, outcome = self.run(run, checkpoints)
+            assert resume["first"] == step, (resume, step)
+            for later, names in named.items():
+                text = "\n".join(resume["errors"][f"step-{later:04}"])
+                assert any(name in text for name in names), (names, text)
+                events.append("a damaged checkpoint named")
+            if outcome is not None:
                 break  # the last one, or one past the step of its kill already
             events += filter(None, [ledger.harm(rng, kind) for kind in damages])
-        assert found is not None
-        self._compare(found, first, self.reference(run.planner))
-        shutil.rmtree(checkpoints, ignore_errors=True)
-        return events
-
-    def _compare(self, found: dict[str, Any], first: int, reference: dict[str, Any]) -> None:
-        assert found["first"] == first, (found["first"], first)
-        assert set(found["controls"]) == set(range(first, STEPS + 1))
-        for step, control in found["controls"].items():
-            if step > 0:  # of the reference only what follows a step is kept
-                assert control == reference["controls"][step], step
-        for step, digests in found["schedules"].items():
-            assert digests == reference["schedules"][step], step
+        assert outcome is not None
+        reference = self.reference(run.planner)
+        assert set(outcome["controls"]) == set(range(step, STEPS + 1))
+        for after, control in outcome["controls"].items():
+            assert not after or control == reference["controls"][after], after
+        for after, digests in outcome["schedules"].items():
+            assert digests == reference["schedules"][after], after
         # Gradients are injected and a matrix is orthogonalized whole, so that no order of
         # reduction enters: not only the same world ends on the same bits.
         for name, expected in reference["params"].items():
-            assert torch.equal(found["params"][name], expected), name
-
-
-def _phase(step: int) -> str:
-    if step == 0:
-        return "the start"
-    if step <= 4:
-        return "the plan" if step == 4 else "the observation phase"
-    if step < 7:
-        return "the transition"
-    return "the lock or later"
+            assert torch.equal(outcome["params"][name], expected), name
+        shutil.rmtree(checkpoints, ignore_errors=True)
+        return events
 
 
 def _wait(processes: list[BaseProcess]) -> list[int | None]:
@@ -196,10 +173,7 @@ def _wait(processes: list[BaseProcess]) -> list[int | None]:
 @contextlib.contextmanager
 def trials() -> Iterator[SeriesTrial]:
     """Trials in a temporary folder."""
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        for name, value in (("OMP_NUM_THREADS", "1"), ("GLOO_SOCKET_IFNAME", "lo")):
-            if name not in os.environ:
-                os.environ[name] = value
-                stack.callback(os.environ.pop, name)
+    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"} | os.environ
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, environment):
         campaign = Campaign(Path(folder))
         yield lambda rng: campaign.trial(draw(rng), rng)

@@ -53,12 +53,12 @@ SAVE_POINTS = ("in_save", "before_metadata", "before_checksums")
 
 @dataclasses.dataclass(frozen=True)
 class Kill:
-    """Where a run ends.
+    """The early end of a run.
 
     Attributes:
         step: Optimizer step; the save after it for `SAVE_POINTS`.
         point: ``before_step``, ``in_step``, or one of `SAVE_POINTS`.
-        ranks: Who is killed.
+        ranks: Ranks that are killed.
     """
 
     step: int
@@ -75,8 +75,8 @@ class Run:
         layout: See `tests.distributed.models.make_model`; ``plain`` ranks are replicas.
         save_every: Steps from one checkpoint to the next.
         saves_async: Whether a checkpoint is written while training goes on.
-        kill: Where it ends, if not at the last step.
-        planner: What plans minimise: ``measured`` or ``paper``.
+        kill: The end of the run, if that is not the last step.
+        planner: ``measured`` or ``paper``.
     """
 
     world_size: int
@@ -177,37 +177,37 @@ def make(run: Run) -> tuple[nn.Module, AMO]:
 
 
 def resume(run: Run, folder: Path) -> tuple[nn.Module, AMO, dict[str, list[str]]]:
-    """From the newest checkpoint that can be read, or the start; and the errors of those before.
+    """A run from the newest checkpoint that can be read, or the start, and the errors of later ones.
 
     DCP renames metadata into place last of all: a checkpoint without it is not complete.
     """
-    told: dict[str, list[str]] = {}
+    errors: dict[str, list[str]] = {}
     for path in sorted((path.parent for path in folder.glob("step-*/.metadata")), reverse=True):
         model, optimizer = make(run)
         try:
             load(path, model, optimizer)
         except CheckpointException as error:
             reasons = [reason for reason, _ in error.failures.values()]
-            told[path.name] = [f"{type(reason).__name__}: {reason}" for reason in reasons]
+            errors[path.name] = [f"{type(reason).__name__}: {reason}" for reason in reasons]
         else:
-            return model, optimizer, told
-    return *make(run), told
+            return model, optimizer, errors
+    return *make(run), errors
 
 
 def train(rank: int, run: Run, folder: Path, resumed: Path | None = None) -> dict[str, Any]:
     """From the newest checkpoint that can be read, or from the start, to the end.
 
     Args:
-        rank: Of this process.
-        run: What to do.
-        folder: Of the checkpoints.
-        resumed: Where the first rank writes what it went on from, and what it could not read.
+        rank: Rank of this process.
+        run: Layout, checkpoints and kill.
+        folder: Folder of the checkpoints.
+        resumed: File for the step that the first rank goes on from, and for the errors before.
     """
-    model, optimizer, told = resume(run, folder)
+    model, optimizer, errors = resume(run, folder)
     first = optimizer.num_steps_taken
     if resumed is not None:
         if rank == 0:
-            resumed.write_text(json.dumps({"first": first, "told": told}))
+            resumed.write_text(json.dumps({"first": first, "errors": errors}))
         dist.barrier()  # or a kill of another rank could come before
     controls = {first: copy.deepcopy(optimizer.control_state_dict())}
     saver, schedules = _Saver(folder, run, rank), {}

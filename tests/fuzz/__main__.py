@@ -1,4 +1,4 @@
-"""``python -m tests.fuzz --cases N --seed S --results FILE``."""
+"""``python -m tests.fuzz --number N --seed S``."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ from tests.faults.series import main
 from tests.fuzz.cases import cases
 
 if __name__ == "__main__":
-    sys.exit(main("tests.fuzz", "cases", cases))
+    sys.exit(main(cases))
