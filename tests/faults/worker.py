@@ -177,7 +177,7 @@ def make(run: Run) -> tuple[nn.Module, AMO]:
 
 
 def resume(run: Run, folder: Path) -> tuple[nn.Module, AMO, dict[str, list[str]]]:
-    """A run from the newest checkpoint that can be read, or the start, and the errors of later ones.
+    """A run from the newest readable checkpoint, or the start, and the errors of later ones.
 
     DCP renames metadata into place last of all: a checkpoint without it is not complete.
     """
