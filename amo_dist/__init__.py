@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 from amo_dist.config import AMOConfig, MuonConfig, __version__
 
 if TYPE_CHECKING:
-    from amo_dist.distributed.agreement import RankMismatchError
-    from amo_dist.engine.parameters import Piece
-    from amo_dist.engine.rule import UpdateRule
-    from amo_dist.engine.verdict import (
+    from amo_dist.distributed.ranks import RankMismatchError
+    from amo_dist.engine.ballot import (
         MissingGradientError,
         NonFiniteGradientError,
         NonFiniteUpdateError,
     )
+    from amo_dist.engine.parameters import Piece
+    from amo_dist.engine.rule import UpdateRule
     from amo_dist.operators.groups import param_groups
     from amo_dist.operators.views import Fused
     from amo_dist.optimizers.adamuon import AdaMuon
@@ -56,12 +56,12 @@ __all__ = [
 ]
 
 _MODULES = {
-    "RankMismatchError": "distributed.agreement",
+    "RankMismatchError": "distributed.ranks",
     "Piece": "engine.parameters",
     "UpdateRule": "engine.rule",
-    "MissingGradientError": "engine.verdict",
-    "NonFiniteGradientError": "engine.verdict",
-    "NonFiniteUpdateError": "engine.verdict",
+    "MissingGradientError": "engine.ballot",
+    "NonFiniteGradientError": "engine.ballot",
+    "NonFiniteUpdateError": "engine.ballot",
     "param_groups": "operators.groups",
     "Fused": "operators.views",
     "AdaMuon": "optimizers.adamuon",

@@ -132,7 +132,7 @@ class Device:
 
     Attributes:
         operations: How often each operation was run on it.
-        waits: How often the host waited for it: ``_to_copy at engine/verdict.py:12``.
+        waits: How often the host waited for it: ``_to_copy at engine/ballot.py:12``.
         collectives: How often each collective was called.
     """
 

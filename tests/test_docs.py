@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import functools
 import importlib.util
 import inspect
 import os
 import re
 import shlex
 import warnings
-from pathlib import Path
 
 import pytest
 
 import amo_dist
-from amo_dist import AMO, AMOConfig, Muon
+from amo_dist import AMO, Muon
 from amo_dist.config import ExchangeConfig, GuardConfig, MathConfig, PlanConfig
 from tests.examples import DOCUMENTS, ROOT, code_blocks
 
@@ -95,32 +93,14 @@ def rewrite() -> None:
         page.write_text(page.read_text().replace(written, expected.join(fences(name))))
 
 
-@pytest.mark.parametrize("config", CONFIGS)
-def test_every_field_has_a_doc(config: type) -> None:
-    docs = field_docs(config)
-    assert docs
-    assert [name for name, doc in docs.items() if not doc.endswith(".")] == []
-
-
-def test_the_tables_cover_every_field() -> None:
-    described = {name for config in CONFIGS for name in field_docs(config)}
-    assert described == {field.name for field in dataclasses.fields(AMOConfig)}
-
-
 @pytest.mark.parametrize("name", tables())
 def test_written_tables_match_the_code(name: str) -> None:
+    assert (
+        re.search(r"\| *(None)? \|$", tables()[name], re.MULTILINE) is None
+    )  # a row says something
     assert written_table(name) == tables()[name], (
         f"run `python -m tests.test_docs` to rewrite the tables of {TABLES[name]}"
     )
-
-
-def test_every_command_says_what_it_does() -> None:
-    assert {"train", "plan"} <= set(commands())
-    assert [name for name, what in commands().items() if what in ("", "None")] == []
-
-
-def test_readme_stays_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) < 180
 
 
 def test_readme_leads_to_every_page() -> None:
@@ -129,15 +109,16 @@ def test_readme_leads_to_every_page() -> None:
 
 
 def test_arguments_have_the_defaults_of_their_table() -> None:
-    rows = rows_below((ROOT / "docs/loops.md").read_text(), "default \\| meaning")
-    told = dict(re.match(r"\| `(\w+)` \| `(.*?)` \|", row).groups() for row in rows)  # type: ignore[union-attr]
+    page = (ROOT / "docs/loops.md").read_text()
+    (rows,) = re.findall(r"^\|.*default \| meaning \|\n\|[-|]+\n((?:\|.*\n)+)", page, re.MULTILINE)
+    written = dict(re.findall(r"^\| `(\w+)` \| `(.*?)` \|", rows, re.MULTILINE))
     parameters = {
         name: parameter.default
         for optimizer in (Muon, AMO)
         for name, parameter in inspect.signature(optimizer).parameters.items()
         if name != "params" and parameter.kind is not parameter.VAR_KEYWORD
     }
-    assert told == {name: repr(default) for name, default in parameters.items()}
+    assert written == {name: repr(default) for name, default in parameters.items()}
 
 
 # ---------------------------------------------------------------- links and names
@@ -175,18 +156,6 @@ def test_links_lead_somewhere(document: str) -> None:
     assert broken_links(document) == []
 
 
-def test_links_and_headings_are_found() -> None:
-    text = "# A `b`, c\n[a](LICENSE) [b](https://x.org/y) ![c](x/y.png)\n```md\n[d](e)\n```\n"
-    assert links(f'{text}[f](g.md#h-i) [j](#k)\n<img src="l.png" alt="m">') == [
-        ("LICENSE", ""),
-        ("x/y.png", ""),
-        ("g.md", "h-i"),
-        ("", "k"),
-        ("l.png", ""),
-    ]
-    assert headings(text) == {"a-b-c"}
-
-
 def paths(text: str) -> set[str]:
     """What a document's sentences and commands name as a file or folder of the project."""
     quoted = re.findall(r"`([^`\s]+)`", prose(text))
@@ -202,7 +171,7 @@ def paths(text: str) -> set[str]:
     return {word for word in named if is_path.fullmatch(word) and not made.match(word)}
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
+@pytest.mark.parametrize("document", sorted({*DOCUMENTS} - {"CHANGELOG.md"}))  # it names the past
 def test_named_files_exist(document: str) -> None:
     page = ROOT / document
     named = sorted(paths(page.read_text()))
@@ -254,6 +223,13 @@ def mistake(words: list[str]) -> str | None:
     return None if os.access(ROOT / program, os.X_OK) else f"no program {program}"
 
 
+def test_a_command_that_is_not_there_is_noticed() -> None:
+    printed = (
+        "```bash\nA=1 amo plane\nlaunch/no.sh \\\n 3 # y\npip install 'x[no]'\n```\n`python -m no`"
+    )
+    assert [bool(mistake(words)) for words in printed_commands(printed)] == [True] * 4
+
+
 def amo_mistake(arguments: list[str]) -> str | None:
     """What the front door says of arguments, which it does not run."""
     if not any(word.startswith("-") for word in arguments) and len(arguments) < 3:
@@ -272,97 +248,18 @@ def test_printed_commands_exist(document: str) -> None:
     assert {command: what for command, what in found.items() if what} == {}
 
 
-def test_printed_commands_are_found() -> None:
-    text = "| `amo plan` | x |\n`amo <command>`, `amo plan --json` `python` `torchrun ... -m x`\n"
-    text += "```bash\nA=1 amo plan --x \\\n  3  # y\n\n# z\n```\n"
-    found = [["A=1", "amo", "plan", "--x", "3"], ["amo", "plan", "--json"]]
-    assert printed_commands(text) == found
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        "amo plane",
-        "amo plan --no-such-option",
-        "python -m tests.no_such",
-        "launch/no_such.sh",
-        "bash .ci/no_such",
-        "no_such x",
-        "pip install 'amo-dist[no_such]'",
-        "torchrun --nproc-per-node 2 -m amo_dist no_such",
-        "python",
-    ],
-)
-def test_a_command_that_is_not_there_is_found(command: str) -> None:
-    assert mistake(shlex.split(command))
-
-
 # ---------------------------------------------------------------- tests that pages name
 
 
-def named_tests(text: str) -> list[tuple[str, str]]:
-    """``(path::function, case)`` of ``path::function[case], [case]``; the case may be empty."""
-    named: list[tuple[str, str]] = []
-    for quoted in re.findall(r"`((?:tests/[^`\s]*::|\[)[^`\s]*)`", text):
-        test, _, case = quoted.rstrip("]").partition("[")
-        assert test or named, f"{quoted} follows no test"
-        named.append((test or named[-1][0], case))
-    return named
-
-
-@functools.cache
-def collected(path: Path) -> tuple[set[str], set[str]]:
-    """Names of the test functions of a file, and the ids that it gives to cases."""
-    tree = ast.parse(path.read_text())
-    functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-    keywords = [node for node in ast.walk(tree) if isinstance(node, ast.keyword)]
-    ids = {
-        constant.value
-        for keyword in keywords
-        if keyword.arg in ("id", "ids")
-        for constant in ast.walk(keyword.value)
-        if isinstance(constant, ast.Constant)
-    }
-    return functions, ids
-
-
-def missing_tests(text: str) -> list[str]:
-    """The tests and cases that a text names and that are not there."""
-    missing = []
-    for test, case in named_tests(text):
-        path, function = test.split("::")
-        functions, ids = collected(ROOT / path)
-        if function not in functions or case not in {"", *ids}:
-            missing.append(f"{test}[{case}]")
-    return missing
-
-
-def rows_below(text: str, head: str) -> list[str]:
-    """The rows of each table whose first line ends with ``head``."""
-    tables = re.findall(rf"^\|.*{head} \|\n\|[-|]+\n((?:\|.*\n)+)", text, re.MULTILINE)
-    return [row for rows in tables for row in rows.splitlines()]
-
-
-@pytest.mark.parametrize(
-    "document",
-    [f"docs/{name}.md" for name in ("layouts", "loops", "optimizers", "paper", "questions")],
-)
+@pytest.mark.parametrize("document", DOCUMENTS)
 def test_named_tests_exist(document: str) -> None:
-    text = (ROOT / document).read_text()
-    assert named_tests(text)
-    assert missing_tests(text) == []
-
-
-@pytest.mark.parametrize(
-    ("document", "num_tables"),
-    [("docs/layouts.md", 1), ("docs/loops.md", 1), ("docs/paper.md", 4)],
-)
-def test_every_row_names_its_test(document: str, num_tables: int) -> None:
-    text = (ROOT / document).read_text()
-    assert len(re.findall(r"^\|.* test \|$", text, re.MULTILINE)) == num_tables
-    rows = rows_below(text, "test")
-    assert [row for row in rows if not named_tests(row)] == []
-    assert len(rows) > 3 * num_tables
+    named = re.findall(r"`(tests/[^`\s]*)::(\w+)", (ROOT / document).read_text())
+    missing = [
+        f"{path}::{function}"
+        for path, function in named
+        if not (ROOT / path).exists() or f"def {function}(" not in (ROOT / path).read_text()
+    ]
+    assert missing == []
 
 
 def test_the_reference_has_every_public_name() -> None:

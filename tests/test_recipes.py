@@ -115,14 +115,6 @@ def test_every_recipe_is_tested_here() -> None:
     assert len(blocks([PAGE])) == len(SAVED) + 1
 
 
-@pytest.mark.parametrize("name", SAVED)
-def test_a_recipe_is_short(name: str) -> None:
-    _, text = examples([PAGE])[name]
-    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
-    imports = ("import ", "from ")
-    assert len([line for line in lines if not line.startswith(imports)]) <= 19
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SAVED)
 def test_a_recipe_trains_and_resumes_to_the_last_bit(name: str, tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 from amo_dist.__main__ import add_commands
 from amo_dist.config import __version__
-from torchtitan_ext.data.files import DataError
 from torchtitan_ext.tools import (
     export,
     preflight,
@@ -20,8 +19,11 @@ from torchtitan_ext.tools import (
 )
 from torchtitan_ext.tools.command import Parser, run_command
 
-TITAN = ("torchtitan", "torchdata", "tyro", "numpy")
-"""What comes with the extra ``titan``; commands that plan or report do without."""
+EXTRAS = {
+    **dict.fromkeys(("torchtitan", "torchdata", "tyro", "numpy", "tiktoken"), "titan"),
+    **dict.fromkeys(("datatrove", "orjson"), "data"),
+}
+"""Extra with which a package comes; commands that plan or report do without."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -48,22 +50,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments after the program's name; those of the process by default.
 
     Returns:
-        The exit status: 0, 2 for a mistake of the user's or a missing extra, 1 for data that cannot
-        be read now (told in one line), or the command's own.
+        The exit status: 0, 2 for a mistake of the user's or a missing extra, or the command's own.
     """
     arguments = sys.argv[1:] if argv is None else argv
     try:
         return run_command(build_parser(), arguments)
-    except DataError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
-        if missing not in TITAN:
+        if missing not in EXTRAS:
             raise
         print(
             f"error: {missing} is not installed, expected it for this command; "
-            "pip install 'amo-dist[titan]' (Python 3.11 or later)",
+            f"pip install 'amo-dist[{EXTRAS[missing]}]' (Python 3.11 or later)",
             file=sys.stderr,
         )
         return 2

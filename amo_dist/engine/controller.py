@@ -23,10 +23,10 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from amo_dist.config import MuonConfig
-from amo_dist.distributed.agreement import broadcast_text, check_alike, sum_over
 from amo_dist.distributed.layout import Matrix
+from amo_dist.distributed.ranks import broadcast_text, check_alike, sum_over
+from amo_dist.engine.ballot import Ballots
 from amo_dist.engine.step import Orders, Probe
-from amo_dist.engine.verdict import Verdict
 from amo_dist.engine.world import World
 from amo_dist.kernels.geometry import ns_residual
 from amo_dist.kernels.spectra import observe
@@ -132,7 +132,7 @@ class Controller:
         if is_new:
             self._plan_if_due()
 
-    def plan_late(self, verdict: Verdict) -> None:
+    def plan_late(self, ballots: Ballots) -> None:
         """Plan if a state was loaded that lacks a plan by now; a collective over the world then.
 
         Raises:
@@ -140,19 +140,19 @@ class Controller:
         """
         is_known = self._decision is not None and self._decision.state is self.state
         if not is_known and self.policy.plan_due(self.state):
-            verdict.agree_on_text("a plan before the next step")
+            ballots.vote_on_text("a plan before the next step")
             self._plan_if_due()
 
-    def settle(self, verdict: Verdict | None) -> None:
+    def settle(self, ballots: Ballots | None) -> None:
         """Read the verdict of the last step, if nobody has read it.
 
         Raises:
-            As `Verdict.settle`, for that step, which then counts as not taken.
+            As `Ballots.read_verdict`, for that step, which then counts as not taken.
         """
-        if verdict is None:
+        if ballots is None:
             return
         try:
-            fault = verdict.settle()
+            fault = ballots.read_verdict()
         except Exception:
             self.control = self._undone
             raise

@@ -23,18 +23,42 @@ _NOTES = frozenset(
         *("name", "param_names", "matrix_views", "initial_lr", "max_lr", "min_lr", "swa_lr"),
         # The schedulers of timm, MAE and BEiT multiply a group's `lr_scale` into its `lr`.
         *("base_momentum", "max_momentum", "lr_scale"),
+        *("foreach", "fused"),
     }
 )
 """Keys in which users, schedulers and PyTorch's checkpoint helpers keep notes of their own."""
+_OFF = frozenset({"capturable", "maximize", "differentiable", "amsgrad"})
+"""Options of PyTorch's optimizers that are not offered, and may say so."""
 _REQUIRED = ("params", "algorithm", "lr", "lr_multiplier", "weight_decay", "betas", "eps")
 """Keys that every parameter group must have."""
 _LEAST_RATE = -1e-12
 """Least number that counts as zero: PyTorch's ``LinearLR`` ends at -1e-18 by rounding."""
 
 
+def check_keys(groups: Sequence[Mapping[str, Any]], own_keys: Iterable[str] = ()) -> None:
+    """Refuse keys that nothing reads, at construction: later, wrappers keep notes of their own.
+
+    Args:
+        groups: Parameter groups.
+        own_keys: Keys of a rule's own hyperparameters.
+
+    Raises:
+        ValueError: A key is unknown, such as a misspelt one, or an option that is not offered is
+            on; names the group and the field.
+    """
+    own = set(own_keys)
+    for index, group in enumerate(groups):
+        for key in sorted(group.keys() - _KEYS - _NOTES - own, key=str):
+            if key not in _OFF or group[key]:
+                known = ", ".join(sorted((_KEYS - {"params", "algorithm", "control"}) | own))
+                raise ValueError(
+                    f"groups[{index}].{key}: found a key that nothing reads, expected one of "
+                    f"{known}"
+                )
+
+
 def check_groups(
     groups: Sequence[Mapping[str, Any]],
-    own_keys: Iterable[str] = (),
     check: Callable[[Mapping[str, Any]], None] | None = None,
     *,
     is_complete: bool = True,
@@ -45,22 +69,15 @@ def check_groups(
 
     Args:
         groups: Parameter groups.
-        own_keys: Keys of a rule's own hyperparameters.
         check: Check of a rule, called with each group that has matrices.
         is_complete: Whether every group must have every required key.
 
     Raises:
-        ValueError: A key that nothing reads, such as a misspelt one, or a value out of range; names
-            the group and the field, what was found and what was expected.
+        ValueError: A key is missing, or a value is out of range; names the group and the field,
+            what was found and what was expected.
     """
-    own = set(own_keys)
     for index, group in enumerate(groups):
         place = f"groups[{index}]."
-        if unknown := sorted(group.keys() - _KEYS - _NOTES - own, key=str):
-            known = ", ".join(sorted((_KEYS - {"params", "algorithm", "control"}) | own))
-            raise ValueError(
-                f"{place}{unknown[0]}: found a key that nothing reads, expected one of {known}"
-            )
         missing = [key for key in _REQUIRED if key not in group] if is_complete else []
         if missing:
             raise ValueError(f"{place}{missing[0]}: found none, expected its value")

@@ -214,6 +214,21 @@ class Parameters:
                 require(kind == expected, param.name, f"{dtype} on {device.type}", before)
         return True
 
+    def check_state(self, state: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
+        """Refuse state that lost the momentum or the moments of a parameter.
+
+        Raises:
+            ValueError: Names a parameter, what was found and what was expected.
+        """
+        for param in self.params:
+            own, shape = state.get(param.tensor, {}), param.tensor.shape
+            for name in (MOMENTUM,) if param.views else ("exp_avg", "exp_avg_sq"):
+                is_right = name in own and own[name].shape == shape
+                if not is_right:
+                    found = f"shape {tuple(own[name].shape)}" if name in own else "none"
+                    expected = f"{tuple(shape)}: to start anew, build a new optimizer"
+                    require(is_right, f"state of {param.name}.{name}", found, expected)
+
     def addresses(self, state: Mapping[Tensor, Mapping[str, Tensor]]) -> list[int]:
         """Addresses of all local tensors of parameters and state; they tell whether any moved."""
         tensors = [x for param in self.tensors for x in (param, *state[param].values())]
@@ -277,6 +292,7 @@ def split_groups(
     is_list = isinstance(groups, Sequence) and len(groups) > 0
     require(is_list, "params", type(groups).__name__, remedy)
     plain: list[dict[str, Any]] = []
+    name_by_tensor: dict[int, str] = {}
     names: list[tuple[str, ...]] = []
     views: list[Mapping[str, tuple[MatrixView, ...]]] = []
     for group in groups:
@@ -290,6 +306,9 @@ def split_groups(
         require(is_pairs, "params", "a group without (name, parameter) pairs", remedy)
         for name, param in pairs:
             _check_parameter(name, param)
+            other = name_by_tensor.setdefault(id(param), name)
+            expected = "each tensor once, as param_groups lists tied ones"
+            require(other is name, "params", f"one tensor as {other} and as {name}", expected)
             has_views = algorithm == "adamw" or bool(own.get(name))
             require(has_views, name, "no matrix view", "one in 'matrix_views'")
         kept = {key: value for key, value in group.items() if key != "matrix_views"}

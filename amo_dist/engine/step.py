@@ -35,19 +35,18 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from amo_dist.config import MuonConfig
-from amo_dist.distributed.agreement import check_alike_by_ranks
 from amo_dist.distributed.bucket import BUCKETS_IN_FLIGHT, Bucket, make_buckets
-from amo_dist.distributed.groups import GroupLike, Membership
 from amo_dist.distributed.layout import Region, flattened, zeros_per_view
 from amo_dist.distributed.ownership import assign
 from amo_dist.distributed.plan import ExchangePlan, plan_exchange
+from amo_dist.distributed.ranks import GroupLike, Membership, check_alike_by_ranks
 from amo_dist.engine.adamw import adamw_step, make_state
+from amo_dist.engine.ballot import Ballots, Verdict
 from amo_dist.engine.hyperparameters import describe_group, learning_rate, momentum_of
 from amo_dist.engine.parameters import MOMENTUM, Parameters, Piece, check_master_weights
 from amo_dist.engine.rule import UpdateRule
 from amo_dist.engine.staging import bring_down, device_of_matrices, on_host, send_up
 from amo_dist.engine.sums import MatrixSums
-from amo_dist.engine.verdict import Agreement, Verdict
 from amo_dist.engine.world import World
 from amo_dist.kernels.elementwise import (
     apply_update,
@@ -149,9 +148,9 @@ class Engine:
             parameters.
     """
 
-    # `connect` sets both; `world` and `verdict` are None until then.
+    # `connect` sets both; `world` and `ballots` are None until then.
     _world: World
-    _verdict: Verdict
+    _ballots: Ballots
 
     def __init__(
         self,
@@ -167,7 +166,7 @@ class Engine:
         self.membership = Membership(parameters.tensors, process_group)
         self.world: World | None = None
         """Agreed structure of all ranks; None before `connect`."""
-        self.verdict: Verdict | None = None
+        self.ballots: Ballots | None = None
         self._dtype: torch.dtype = getattr(torch, config.ns_dtype)
         self._wire: torch.dtype = getattr(torch, config.wire)
         self._is_on_device = parameters.device.type != "cpu"
@@ -224,19 +223,26 @@ class Engine:
     def connect(self, world: World) -> None:
         """Take the structure on which all ranks have agreed."""
         self.world = self._world = world
-        self.verdict = self._verdict = Verdict(world, self.parameters, self.config)
+        skips = self.config.nonfinite == "skip_step"
+        self.ballots = self._ballots = Ballots(world, self.parameters, skips=skips)
 
     # ---------------------------------------------------------------- one step
 
-    def agree(self, orders: Orders) -> Agreement:
+    def agree(self, orders: Orders, fault: ValueError | None = None) -> Verdict:
         """Vote on the coming step and on its gradients; a collective over the world.
 
+        Args:
+            orders: Orders of the controller.
+            fault: Fault of this rank alone, which all ranks raise.
+
         Raises:
-            As `Verdict.agree`.
+            As `Ballots.vote`.
         """
         is_new = orders.owner_epoch != self._owner_epoch
         # A skipped step must not be recorded, and the checks of new owners read the device.
         waits = not self._is_on_device or is_new or bool(orders.probes)
+        if fault is not None:
+            return self._ballots.vote(orders.step, "", fault, 0.0, waits=waits)
         lines = [*orders.fingerprint, f"{'a new' if is_new else 'the last'} exchange plan"]
         lines.append(f"{'waits' if waits else 'does not wait'} for the verdict")
         # A rank that measured alone, as with a tracker of its own, would leave the others waiting.
@@ -246,9 +252,9 @@ class Engine:
         for index, group in enumerate(self.groups if self._world.shares_all else []):
             lines.append(f"group {index}: {describe_group(group, self.rule.defaults)}")
         momentum = max(momentum_of(group, self.config)[0] for group in self.groups)
-        return self._verdict.agree(orders.step, "\n".join(lines), momentum, waits=waits)
+        return self._ballots.vote(orders.step, "\n".join(lines), None, momentum, waits=waits)
 
-    def run(self, orders: Orders, agreed: Agreement) -> None:
+    def run(self, orders: Orders, verdict: Verdict) -> None:
         """Update every parameter; a collective over the ranks that share parameters.
 
         If something fails on this rank alone, it sends what it has, or NaN in place of momentum,
@@ -256,7 +262,7 @@ class Engine:
 
         Args:
             orders: Orders on which all ranks have agreed.
-            agreed: Result of `agree`.
+            verdict: Result of `agree`.
         """
         measured: list[Bucket[Piece]] = []
         measured_sent: Sequence[Mapping[int, int]] = []
@@ -265,7 +271,9 @@ class Engine:
         self._sent_bytes = [(counts, self._wire.itemsize) for counts in self._sent]
         self._sent_bytes += [(counts, torch.float32.itemsize) for counts in measured_sent]
         momenta = [momentum_of(group, self.config) for group in self.groups]
-        step = StepContext(orders.step, orders.schedules, list(agreed.grads), momenta, agreed.bad)
+        step = StepContext(
+            orders.step, orders.schedules, list(verdict.grads), momenta, verdict.skip_mask
+        )
         try:
             self._bind(orders.schedules, measured)
             self._update_momentum(step)
@@ -283,7 +291,7 @@ class Engine:
             self._owner_epoch, self._bucket_lists = None, []
             raise
         self._norms = step.norms
-        self._verdict.report_updates(step.outcomes, step.bad)
+        self._ballots.report_updates(step.outcomes, step.bad)
 
     def _update_momentum(self, step: StepContext) -> None:
         """Take this rank's gradients into the momentum."""
@@ -546,7 +554,7 @@ class Engine:
     def _report(self, step: StepContext, part: str, error: Exception) -> None:
         if isinstance(error, torch.AcceleratorError):
             raise error  # the device is lost: each later call would fail and be logged in turn
-        self._verdict.report_failure(f"step {step.number}: {part}", error)
+        self._ballots.report_failure(f"step {step.number}: {part}", error)
 
     # ---------------------------------------------------------------- plans and buffers
 
@@ -610,8 +618,8 @@ class Engine:
                     )
                 )
         except Exception as error:
-            self._verdict.report_failure(f"step {orders.step}: allocating buffers", error)
-        self._verdict.agree_on_text(f"the exchange plan of step {orders.step}")
+            self._ballots.report_failure(f"step {orders.step}: allocating buffers", error)
+        self._ballots.vote_on_text(f"the exchange plan of step {orders.step}")
         sent = [plan.num_sent() for plan, _, _ in plans]
         if is_new:
             self._bucket_lists, self._owner_epoch = bucket_lists[:num_trained], orders.owner_epoch

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch.distributed as dist
 
-from amo_dist.distributed.agreement import (
+from amo_dist.distributed.ranks import (
+    Membership,
     RankMismatchError,
-    check_alike,
-    check_alike_by_ranks,
+    Ranks,
+    compare,
     gather_json,
+    members,
+    this_rank,
 )
-from amo_dist.distributed.groups import Membership, this_rank
 from amo_dist.engine.parameters import Parameters
 from amo_dist.schedule.types import MatrixInfo
-
-Listed: TypeAlias = tuple[Sequence[int], Sequence[Sequence[Any]]]
-"""A parameter as ranks exchange it: its ranks, and the fields of its matrices."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -35,7 +33,9 @@ class World:
         reporting_ranks: Ranks whose observation of a matrix counts, by its name: the first that
             list it. Plain tensors that are private to each rank share names.
         ranks: All ranks, in the order of the group.
-        rank_sets: Sets of ranks that share parameters, sorted.
+        gradient_ranks: Ranks that must have a gradient alike, for each parameter of this process;
+            this rank alone for one that others need not have.
+        rank_sets: All sets of several such ranks in the world, sorted.
         groups_by_ranks: Process group of each set of ranks that shares parameters with this one.
         shares_all: Whether every rank shares every parameter, as under DDP and FSDP; False on a
             single process.
@@ -46,23 +46,25 @@ class World:
     registry: tuple[MatrixInfo, ...]
     reporting_ranks: Mapping[str, tuple[int, ...]]
     ranks: tuple[int, ...]
-    rank_sets: tuple[tuple[int, ...], ...]
-    groups_by_ranks: Mapping[tuple[int, ...], dist.ProcessGroup | None]
+    gradient_ranks: tuple[Ranks, ...]
+    rank_sets: tuple[Ranks, ...]
+    groups_by_ranks: Mapping[Ranks, dist.ProcessGroup | None]
     shares_all: bool
 
     @property
     def leads(self) -> bool:
-        """Whether this is the first rank of the world: it plans for all, and reports."""
-        return self.group is None or dist.get_rank(self.group) == 0
+        """Whether this is the first rank of the world."""
+        return self.rank == self.ranks[0]
 
 
 def agree_on_world(
     parameters: Parameters,
     update_scales: Sequence[float],
     hyperparameters: Sequence[str],
-    configuration: Mapping[str, Any],
     membership: Membership,
     group: dist.ProcessGroup | None,
+    *,
+    has_scalars: bool = False,
 ) -> World:
     """Compare the structure of all ranks; a collective over the world.
 
@@ -70,67 +72,89 @@ def agree_on_world(
         parameters: Parameters of this process.
         update_scales: Factor on the update of each matrix beside the learning rate.
         hyperparameters: Hyperparameters of each parameter group, as text.
-        configuration: JSON values that must be alike on all ranks.
         membership: Membership of this process.
         group: Process group of the world, as ``membership`` returned it.
+        has_scalars: Whether all ranks of a parameter hold numbers of each of its matrices.
 
     Raises:
         RankMismatchError: On every rank; names the rank and the parameter or field that differs.
     """
-    lines = [f"{key} = {json.dumps(value)}" for key, value in sorted(configuration.items())]
-    check_alike("configuration", "\n".join(lines), group)
     infos: dict[int, list[tuple[Any, ...]]] = defaultdict(list)
     for matrix, *fields in zip(
         parameters.matrices, parameters.operator_types, update_scales, strict=True
     ):
         infos[matrix.param].append((matrix.name, matrix.shape, *fields))
-    listed: list[Listed] = []
     lines_by_ranks: dict[tuple[int, ...], list[str]] = defaultdict(list)
+    gradient_ranks = [
+        param.layout.ranks if has_scalars else _ranks_with_gradients(parameters, index)
+        for index, param in enumerate(parameters.params)
+    ]
     for index, param in enumerate(parameters.params):
-        ranks = param.layout.ranks
-        listed.append((ranks, infos[index]))
         structure = f"{param.tensor.dtype}, {param.layout.key}, {infos[index] or 'adamw'}"
         line = f"{param.name}: {structure}, {hyperparameters[param.group]}"
-        lines_by_ranks[ranks].append(line)
-    text_by_ranks = {ranks: "\n".join(lines) for ranks, lines in lines_by_ranks.items()}
-    check_alike_by_ranks("parameters", text_by_ranks, group)
-    by_rank = gather_json(listed, group)
-    registry, reporting_ranks, sets = _survey(by_rank)
+        lines_by_ranks[param.layout.ranks].append(line)
+    own = {
+        "texts": [(ranks, "\n".join(lines)) for ranks, lines in lines_by_ranks.items()],
+        "sets": sorted({ranks for ranks in gradient_ranks if len(ranks) > 1}),
+        "matrices": [(param.layout.ranks, infos[i]) for i, param in enumerate(parameters.params)],
+    }
+    by_rank = dict(zip(members(group), gather_json(own, group), strict=True))
+    compare("parameters", {rank: each["texts"] for rank, each in by_rank.items()})
+    # Equal values are one object: a thousand ranks have few different ones.
+    distinct = list({id(each): each for each in by_rank.values()}.values())
+    registry, reporting_ranks = survey(each["matrices"] for each in distinct)
+    sets = {tuple(ranks) for each in distinct for ranks in each["sets"]}
+    holders = {len(ranks) for each in distinct for ranks, _ in each["texts"]}
     wanted = (tuple(sorted(param.layout.ranks)) for param in parameters.params)
     return World(
         group=group,
         rank=this_rank(),
         registry=registry,
         reporting_ranks=reporting_ranks,
-        ranks=(this_rank(),) if group is None else tuple(dist.get_process_group_ranks(group)),
-        rank_sets=tuple(sorted(sets - {()})),
+        ranks=members(group),
+        gradient_ranks=tuple(gradient_ranks),
+        rank_sets=tuple(sorted(sets)),
         groups_by_ranks=membership.groups(wanted, group),
-        shares_all=all(len(ranks) == len(by_rank) for ranks in sets),
+        shares_all=len(by_rank) > 1 and holders == {len(by_rank)},
     )
 
 
-def sharing_ranks(ranks: Sequence[int]) -> tuple[int, ...]:
-    """Ranks that share a parameter; none if it is private to one rank."""
-    return tuple(ranks) if len(ranks) > 1 else ()
+def _ranks_with_gradients(parameters: Parameters, index: int) -> Ranks:
+    """Ranks that must have a gradient of a parameter if this rank has one.
+
+    These are all that hold the parameter. But a stack of experts, each whole on its rank, is not
+    gathered: ranks whose experts saw no token may lack its gradient.
+    """
+    param, rank = parameters.params[index], this_rank()
+    if not param.views or param.tensor.dim() != 3:
+        return param.layout.ranks
+    own = [matrix for matrix in parameters.matrices if matrix.param == index]
+    if any(m.num_held(r) < m.num_elements for m in own for r in m.regions_by_rank):
+        return param.layout.ranks
+    holders = {tuple(sorted(m.regions_by_rank)) for m in own if rank in m.regions_by_rank}
+    return holders.pop() if len(holders) == 1 else (rank,)
 
 
-def _survey(
-    by_rank: Sequence[Sequence[Listed]],
-) -> tuple[tuple[MatrixInfo, ...], dict[str, tuple[int, ...]], set[tuple[int, ...]]]:
-    """Registry, reporting ranks, and sets of sharing ranks, from the parameters of every rank."""
+def survey(
+    by_rank: Iterable[Sequence[tuple[Sequence[int], Sequence[Sequence[Any]]]]],
+) -> tuple[tuple[MatrixInfo, ...], dict[str, tuple[int, ...]]]:
+    """Every matrix of the world, and the ranks whose observation of it counts.
+
+    Args:
+        by_rank: Ranks and fields of the matrices of each parameter, for each rank.
+
+    Raises:
+        RankMismatchError: One name stands for two matrices.
+    """
     registry: dict[str, MatrixInfo] = {}
     reporting_ranks: dict[str, tuple[int, ...]] = {}
-    sets: set[tuple[int, ...]] = set()
-    # Equal lists are one object: a thousand ranks have few different ones.
-    for listed in {id(listed): listed for listed in by_rank}.values():
-        for ranks, matrices in listed:
-            sets.add(sharing_ranks(ranks))
-            for name, (m, n), *fields in matrices:
-                info = MatrixInfo(name, (m, n), *fields)
-                first_ranks = reporting_ranks.setdefault(name, tuple(ranks))
-                expected = registry.setdefault(name, info)
-                if info != expected:
-                    raise RankMismatchError(
-                        f"{name}: rank {first_ranks[0]} has {expected}; rank {ranks[0]} has {info}"
-                    )
-    return tuple(registry[name] for name in sorted(registry)), reporting_ranks, sets
+    for ranks, matrices in (pair for pairs in by_rank for pair in pairs):
+        for name, (m, n), *fields in matrices:
+            info = MatrixInfo(name, (m, n), *fields)
+            first_ranks = reporting_ranks.setdefault(name, tuple(ranks))
+            expected = registry.setdefault(name, info)
+            if info != expected:
+                raise RankMismatchError(
+                    f"{name}: rank {first_ranks[0]} has {expected}; rank {ranks[0]} has {info}"
+                )
+    return tuple(registry[name] for name in sorted(registry)), reporting_ranks

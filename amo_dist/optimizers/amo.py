@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from amo_dist.config import AMOConfig
-from amo_dist.distributed.groups import GroupLike
+from amo_dist.distributed.ranks import GroupLike
 from amo_dist.optimizers.muon import Muon, check_config
 from amo_dist.schedule.amo import AMOPolicy
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,13 +16,19 @@ from torch import Tensor
 
 from amo_dist.compat import disable_dynamo
 from amo_dist.config import MuonConfig
-from amo_dist.distributed.agreement import check_alike, failure_text, take_device
-from amo_dist.distributed.groups import GroupLike, PicklableGroup, replica_ranks
 from amo_dist.distributed.layout import local_tensor
+from amo_dist.distributed.ranks import (
+    GroupLike,
+    PicklableGroup,
+    check_alike,
+    failure_text,
+    replica_ranks,
+)
 from amo_dist.engine.controller import Controller
 from amo_dist.engine.hyperparameters import (
     check_groups,
     check_hyperparameters,
+    check_keys,
     describe_group,
 )
 from amo_dist.engine.parameters import (
@@ -161,6 +168,7 @@ class Muon(torch.optim.Optimizer):
         self.tracker: Tracker | None = None
         """Measures every matrix at the steps that it names; set it on all ranks."""
         self._assemble(Control(0, 0, config, policy, policy.start()))
+        check_keys(self.param_groups, self.rule_class.defaults)
         self._check_groups(self.param_groups)
         check_float16_eps(self._engine.parameters, self.param_groups)
         if len(self._engine.membership.ranks) == 1:
@@ -182,7 +190,7 @@ class Muon(torch.optim.Optimizer):
 
     def _check_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
         rule = self._engine.rule
-        check_groups(groups, rule.defaults, rule.check if rule.has_check else None)
+        check_groups(groups, rule.check if rule.has_check else None)
 
     # ---------------------------------------------------------------- one step
 
@@ -200,8 +208,8 @@ class Muon(torch.optim.Optimizer):
 
         Raises:
             ValueError: Before anything has changed: parameters were cast, moved or swapped too
-                late, a group has an unknown key or a bad hyperparameter, or there is no matrix.
-                Ranks without this fault raise RankMismatchError, which shows it.
+                late, a group has a bad hyperparameter, or a parameter lost its state. Every rank
+                raises it and names the rank at fault.
             NonFiniteGradientError: On every rank, before anything has changed, where a gradient
                 of any rank is NaN, inf, or so large that state would overflow, and
                 ``config.nonfinite`` is ``error``.
@@ -219,10 +227,9 @@ class Muon(torch.optim.Optimizer):
                 failed was left out. Names the rank and its error.
 
         On devices most steps do not wait for the device: a bad step leaves parameters and state as
-        they were, and the next step raises for it. A step waits for the device if it observes,
-        measures a residual, assigns owners, or moves gradients to the placements of their
-        parameters. If one rank raises for a fault of its own, such as a bad hyperparameter, ranks
-        that do not wait stay in the exchange until the job ends or the collective times out.
+        they were, and the next step raises for it, also for a fault of one rank alone. A step
+        waits for the device if it observes, measures a residual, assigns owners, or moves gradients
+        to the placements of their parameters.
         """
         loss = None
         if closure is not None:
@@ -239,63 +246,63 @@ class Muon(torch.optim.Optimizer):
             self._run()
 
     def _run(self) -> None:
-        fault = ""
+        fault: ValueError | None = None
         try:
             self._adopt_swapped_parameters()
             self._check_groups(self.param_groups)
         except ValueError as error:
-            fault = str(error)
+            fault = error
         if self._engine.world is None:
             self._connect(fault)
         engine, controller = self._engine, self._controller
-        assert engine.verdict is not None
-        controller.settle(engine.verdict)
-        if fault:
-            engine.verdict.agree_on_text(fault)
-            raise ValueError(fault)
-        controller.plan_late(engine.verdict)
+        assert engine.ballots is not None
+        controller.settle(engine.ballots)
+        controller.plan_late(engine.ballots)
         orders, tracker = controller.orders(engine.parameters.matrices), self.tracker
         if tracker is not None and tracker.is_due(orders.step):
             probes = (*orders.probes, self._tracked(tracker))
             orders = dataclasses.replace(orders, probes=probes)
-        agreed = engine.agree(orders)
-        if agreed.is_idle:
+        verdict = engine.agree(orders, fault)
+        if verdict.is_idle:
             return
-        if agreed.fault:
-            controller.skipped(orders.step, agreed.fault)
+        if verdict.reason:
+            controller.skipped(orders.step, verdict.reason)
         else:
-            engine.run(orders, agreed)
+            engine.run(orders, verdict)
         controller.finish(orders)
         if orders.probes:
             # A failed measurement is raised now: this step waits anyway, and a save may follow.
-            engine.verdict.agree_on_text(f"the end of step {orders.step}")
+            engine.ballots.vote_on_text(f"the end of step {orders.step}")
 
-    def _connect(self, fault: str) -> None:
+    def _connect(self, fault: ValueError | None) -> None:
         """Agree with all ranks on the structure; once, at the first step."""
-        membership = self._engine.membership
-        if fault:  # other ranks, which may have none, meet this call in `agree_on_world`
-            check_alike("configuration", fault, membership.join())
-            raise ValueError(fault)
-        configuration = {
+        engine, membership = self._engine, self._engine.membership
+        if fault is not None:
+            self._agree_on_outcome("the first step", fault)
+            raise fault
+        values = {
             **self.config.to_dict(),
             "optimizer": type(self).__name__,
             "policy": self.policy.name,
         }
+        lines = [f"{key} = {json.dumps(value)}" for key, value in sorted(values.items())]
+        group = membership.join(engine.device)
+        check_alike("configuration", "\n".join(lines), group)
         groups = [describe_group(group, self.rule_class.defaults) for group in self.param_groups]
-        parameters = self._engine.parameters
-        multipliers = [
-            float(self.param_groups[p.group]["lr_multiplier"]) for p in parameters.params
-        ]
-        pairs = zip(parameters.matrices, self._engine.update_scales, strict=True)
-        update_scales = [multipliers[matrix.param] * scale for matrix, scale in pairs]
-        with membership.patience():
-            group = membership.join()
-            take_device(group, self._engine.device)
-            world = agree_on_world(
-                parameters, update_scales, groups, configuration, membership, group
-            )
+        params = engine.parameters.params
+        multipliers = [float(self.param_groups[p.group]["lr_multiplier"]) for p in params]
+        pairs = zip(engine.parameters.matrices, engine.update_scales, strict=True)
+        world = agree_on_world(
+            engine.parameters,
+            [multipliers[matrix.param] * scale for matrix, scale in pairs],
+            groups,
+            membership,
+            group,
+            has_scalars=bool(engine.rule.scalar_state),
+        )
         self._check_matrices(len(world.registry))
-        if self._process_group is None and len(world.ranks) > 1 and not any(world.rank_sets):
+        is_plain = all(len(param.layout.ranks) == 1 for param in params)
+        if self._process_group is None and len(world.ranks) > 1 and is_plain:
             logger.warning(
                 "the parameters are plain tensors, and %d ranks run: each of them orthogonalizes "
                 "every matrix. Where they are replicas, as under DDP, write process_group="
@@ -304,13 +311,13 @@ class Muon(torch.optim.Optimizer):
             )
         self._controller.connect(world, is_new=True)
         # Only now: after an error above all of it is done again.
-        self._engine.connect(world)
+        engine.connect(world)
 
     def _tracked(self, tracker: Tracker) -> Probe:
         """The measurements of the tracker: of every matrix."""
-        world, verdict = self.world, self._engine.verdict
+        world, ballots = self.world, self._engine.ballots
         assert world is not None
-        assert verdict is not None
+        assert ballots is not None
 
         def measure(name: str, momentum: Tensor, result: Callable[[], Tensor]) -> None:
             tracker.measure(name, momentum, result())
@@ -319,7 +326,7 @@ class Muon(torch.optim.Optimizer):
             try:
                 tracker.collect(step, world)
             except Exception as error:  # of a full disk, on the one rank that writes
-                verdict.report_failure(f"step {step}: collecting measurements", error)
+                ballots.report_failure(f"step {step}: collecting measurements", error)
 
         return Probe(frozenset(info.name for info in world.registry), measure, finish)
 
@@ -335,12 +342,7 @@ class Muon(torch.optim.Optimizer):
         engine, before = self._engine, self._engine.parameters
         is_same = engine.groups is self.param_groups and engine.state is self.state
         if is_same and before.are_in(self.param_groups):
-            if len(self.state) < len(before.params):
-                name = next(p.name for p in before.params if p.tensor not in self.state)
-                raise ValueError(
-                    f"state: found none of {name}, expected that of every parameter, which is made "
-                    "at construction: to start anew, build a new optimizer"
-                )
+            before.check_state(self.state)
             return
         check_swap(before, self.param_groups)
         if self.num_steps_taken or engine.world is not None or _holds_values(self.state):
@@ -376,13 +378,13 @@ class Muon(torch.optim.Optimizer):
         )
 
     @contextlib.contextmanager
-    def together(self, name: str) -> Iterator[None]:
+    def raise_on_all_ranks(self, activity: str) -> Iterator[None]:
         """Raise on every rank what the body raises on one; a collective over the world.
 
         A rank that is at its next step meanwhile meets this there, and raises, too.
 
         Args:
-            name: Name of the body, for the error; the body must change nothing.
+            activity: Name of the body, for the error; the body must change nothing.
 
         Raises:
             ValueError: On every rank, where the body raises one; names the rank and its error.
@@ -392,21 +394,19 @@ class Muon(torch.optim.Optimizer):
         try:
             yield
         except Exception as error:
-            self._agree_on_outcome(name, error)
+            self._agree_on_outcome(activity, error)
             raise
-        self._agree_on_outcome(name, None)
+        self._agree_on_outcome(activity, None)
 
-    def _agree_on_outcome(self, name: str, failure: Exception | None) -> None:
-        membership, verdict = self._engine.membership, self._engine.verdict
+    def _agree_on_outcome(self, activity: str, failure: Exception | None) -> None:
+        membership, ballots = self._engine.membership, self._engine.ballots
         if len(membership.ranks) == 1:
             return
-        text = name if failure is None else failure_text(name, failure)
-        if verdict is not None:
-            verdict.agree_on_text(text)
-            return
-        with membership.patience():
-            # The first step of another rank begins with this collective, too.
-            check_alike("configuration", text, membership.join())
+        text = activity if failure is None else failure_text(activity, failure)
+        if ballots is not None:
+            ballots.vote_on_text(text)
+        else:  # the first step of another rank begins with this collective, too
+            check_alike("configuration", text, membership.join(self._engine.device))
 
     def check_last_update(self) -> None:
         """Raise now what the next step would raise of the last one; a collective over the world.
@@ -418,9 +418,10 @@ class Muon(torch.optim.Optimizer):
             NonFiniteUpdateError: On every rank, where the last update of a matrix was left out.
             RuntimeError: On every rank, where the last step has failed on one.
         """
-        self._controller.settle(self._engine.verdict)
-        if self._engine.verdict is not None:
-            self._engine.verdict.agree_on_text("the last update", with_updates=True)
+        ballots = self._engine.ballots
+        self._controller.settle(ballots)
+        if ballots is not None:
+            ballots.vote_on_text("the last update", with_updates=True)
 
     # ---------------------------------------------------------------- what it holds
 
@@ -519,8 +520,10 @@ class Muon(torch.optim.Optimizer):
 
     def _control(self) -> Control:
         """Control state of a copy, and of what is saved."""
-        verdict = self._engine.verdict
-        return self._controller.control_after("taken" if verdict is None else verdict.peek())
+        ballots = self._engine.ballots
+        return self._controller.control_after(
+            "taken" if ballots is None else ballots.last_outcome()
+        )
 
     @torch.inference_mode(False)
     def load_control_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -573,7 +576,7 @@ class Muon(torch.optim.Optimizer):
             ValueError: On every rank: the state of one is of another structure, optimizer or
                 configuration; names the rank.
         """
-        with self.together("load_state_dict"):
+        with self.raise_on_all_ranks("load_state_dict"):
             loaded = load.read(self, self.params_by_name, self._structure.names, state_dict)
             control = self._restored(loaded.control)
             # Last: state of another optimizer has been named by then.

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from amo_dist.config import AMOConfig, MuonConfig
-from amo_dist.distributed.groups import GroupLike
-from amo_dist.engine.hyperparameters import check_groups
+from amo_dist.distributed.ranks import GroupLike
+from amo_dist.engine.hyperparameters import check_groups, check_keys
 from amo_dist.optimizers.adamuon import AdaMuon
 from amo_dist.optimizers.amo import AMO
 from amo_dist.optimizers.muon import Muon
@@ -101,6 +101,7 @@ def _adamw(
     eps: float,
     weight_decay: float,
 ) -> torch.optim.AdamW:
+    check_keys(params)
     check_groups(params, is_complete=False)
     # PyTorch has no keys for parameter names and algorithm.
     groups = [

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from amo_dist.distributed.groups import GroupLike, this_rank
 from amo_dist.distributed.layout import layout_of, local_tensor
+from amo_dist.distributed.ranks import GroupLike, this_rank
 from amo_dist.operators.groups import named_parameters
 from amo_dist.operators.modules import sites_by_name
 from amo_dist.operators.patterns import Patterns, check_patterns, clean_name, find_target

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from amo_dist.distributed.agreement import gather_json, slowest
+from amo_dist.distributed.ranks import gather_json, slowest
 from amo_dist.engine.world import World
 from amo_dist.kernels.geometry import SPECTRAL_METRICS, ns_residual, spectral_metrics
 

@@ -309,8 +309,8 @@ SCHEDULERS: Mapping[str, Mapping[str, Mapping[str, Value]]] = {
 """Learning rate schedules of the data curriculum by model and name; the floor is the config's."""
 
 
-POOL = "data/pool"
-"""Folder with the one pool of scored documents; ``--dataloader.dataset_path`` names another."""
+POOLS = {"Llama-3.1-760M": "data/pool_llama3", "Qwen3-0.6B": "data/pool_qwen3"}
+"""Folder with the tokens of the one pool by model; ``--dataloader.dataset_path`` names another."""
 
 
 def _curriculum() -> Experiment:
@@ -324,11 +324,9 @@ def _curriculum() -> Experiment:
             options = {
                 "optimizer.name": optimizer,
                 **SCHEDULERS[model][scheduler],
-                "dataloader.dataset": "text",
-                "dataloader.dataset_path": POOL,
+                "dataloader.dataset": "packed",
+                "dataloader.dataset_path": POOLS[model],
                 "dataloader.order": order.lower(),
-                # Read by the uniform order too, which leaves out rows without: one pool for all.
-                "dataloader.score_field": "score",
             }
             name = f"{model} curriculum {label}".lower().replace(" ", "-")
             rows.append(Row(model, label, Run(name, model, "adamw", options)))

@@ -43,7 +43,7 @@ FIELDS: dict[str, Any] = {
 def full(target: Any, name: str, is_so: bool, **how: Any) -> Iterator[None]:
     """There is no memory left for a function, and nobody hears of it but by an error."""
     broken = mock.patch.object(target, name, **(how or {"side_effect": FULL}))
-    logger = logging.getLogger("amo_dist.engine.verdict")
+    logger = logging.getLogger("amo_dist.engine.ballot")
     with broken if is_so else contextlib.nullcontext():
         logger.disabled = True
         try:
@@ -131,7 +131,7 @@ def fail_to_orthogonalize(rank: int, world_size: int) -> list[Any]:
     found: list[Any] = []
     for step in (1, 2, 3, 4):
         before = everything(model, optimizer)
-        with full(one_step, "newton_schulz", rank == 1 and step % 2 == 0):
+        with full(one_step, "orthogonalize", rank == 1 and step % 2 == 0):
             found.append(take(model, optimizer, step))
         found.append(same_bits(everything(model, optimizer), before))
     found.append(told(optimizer.check_last_update))
@@ -165,7 +165,7 @@ def fail_on_a_device(rank: int, world_size: int) -> list[Any]:
             # The failure itself may read; what follows of it is told without.
             watched = step in (3, 4) and not is_full
             device.clear()
-            with full(one_step, "newton_schulz", is_full):
+            with full(one_step, "orthogonalize", is_full):
                 found.append(told(optimizer.step))
             assert not (watched and device.waits)
             found.append(same_bits(everything(model, optimizer), before))
@@ -187,7 +187,7 @@ def test_on_devices_nobody_waits_to_tell(run_on: Ranks) -> None:
 def test_a_single_process_raises_at_once() -> None:
     model = models.make_model("plain", models.shapes())
     optimizer = Muon(param_groups(model))
-    with full(one_step, "newton_schulz", True):
+    with full(one_step, "orthogonalize", True):
         assert take(model, optimizer, 1) == "OutOfMemoryError: CUDA out of memory"
 
 
@@ -196,7 +196,7 @@ def test_a_step_that_raises_midway_undoes_no_good_step() -> None:
     model = models.make_model("plain", models.shapes())
     optimizer = Muon(param_groups(model))
     assert take(model, optimizer, 1) == ""
-    with full(one_step, "newton_schulz", True):
+    with full(one_step, "orthogonalize", True):
         assert take(model, optimizer, 2) != ""
     assert optimizer._controller.control_after("undone").steps_taken == 1
 

@@ -180,10 +180,8 @@ def test_a_locked_step_waits_for_each_bucket_to_come_down(run_on: Ranks, backend
             for what, count in waits.items():
                 by_file[what.partition(":")[0]] += count
             # The results that a bucket keeps, and those that return to it, are downloaded; no
-            # upload waits. On NCCL the vote uploads whether gradients are good, and the verdict
-            # downloads the vote of all; on gloo the vote downloads whether updates were finite.
+            # upload waits. On NCCL the ballot uploads whether gradients are good, and downloads the
+            # maximum of all ranks; on gloo it downloads whether updates were finite.
             expected = Counter({"synchronize at engine/staging.py": run.num_sides})
-            expected["_to_copy at engine/vote.py"] = 1
-            if backends == NCCL:
-                expected["_to_copy at engine/verdict.py"] = 1
+            expected["_to_copy at engine/ballot.py"] = 2 if backends == NCCL else 1
             assert by_file == expected

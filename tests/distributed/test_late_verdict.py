@@ -126,8 +126,9 @@ def test_a_bad_step_changes_nothing_and_is_told_by_the_next(
     for result in results:
         assert result == results[0]
         for name, text, unchanged, late, steps, moved in result:
-            assert text.startswith(f"{name}: ")
-            assert f"on rank {world_size - 1} in step 3" in text
+            assert f"{name}: " in text
+            assert f"on rank {world_size - 1}" in text
+            assert "step 3" in text
             assert (unchanged, late, steps, moved) == (True, True, 2, True)
 
 
@@ -186,19 +187,12 @@ def test_unlike_hyperparameters_change_nothing(run_on: Ranks) -> None:
         assert steps == [2, 3, 2]
 
 
-SAVED_CAUSES = {
-    "nan": "a gradient was NaN, inf or too large on rank 1",
-    "missing": "gradients were not alike",
-    "foreign": "gradients were not alike",
-}
-
-
 def save_after(rank: int, world_size: int, fault: str) -> tuple[list[str], dict[str, Any]]:
     """A state dict after a bad step, saved by each rank alone, and loaded by a fresh optimizer."""
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("amo_dist.engine.verdict")
+    logger = logging.getLogger("amo_dist.engine.ballot")
     with simulated_device(), nccl():
         model, made = make("fsdp")
         models.set_gradients(model, 1, 3)
@@ -218,8 +212,7 @@ def save_after(rank: int, world_size: int, fault: str) -> tuple[list[str], dict[
 @pytest.mark.parametrize("fault", [*FAULTS])
 def test_saving_after_a_bad_step_tells_and_saves(run_on: Ranks, fault: str) -> None:
     for messages, control in run_on(2)(save_after, fault):
-        cause = SAVED_CAUSES[fault]
-        assert messages == [f"step 3 changed nothing: {cause}; the next step says more"]
+        assert messages == ["step 3 changed nothing; the next step says why"]
         assert control == {"steps_taken": 2, "steps_skipped": 0}
 
 

@@ -15,7 +15,7 @@ from amo_dist import AMO, ROOT, AMOConfig, Muon, MuonConfig, param_groups, qk_cl
 from amo_dist.tools.tracker import GeometryTracker
 from tests.distributed import models
 from tests.distributed.harness import Ranks
-from tests.distributed.test_exchange import raised
+from tests.distributed.test_ranks import raised
 
 FIELDS: dict[str, Any] = {
     "observe_until": 2,

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from amo_dist import AMO, AdaMuon, AMOConfig, MissingGradientError, Muon, NorMuon, param_groups
 from amo_dist.distributed.layout import local_tensor
-from amo_dist.engine.verdict import MAX_IDLE_STEPS
+from amo_dist.engine.ballot import MAX_IDLE_STEPS
 from tests.distributed import models
 from tests.distributed.harness import Ranks
 

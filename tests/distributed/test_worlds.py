@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import logging
 import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -26,7 +24,7 @@ from amo_dist import (
     RankMismatchError,
     param_groups,
 )
-from amo_dist.distributed import groups
+from amo_dist.distributed.ranks import Membership
 from amo_dist.tools.tracker import GeometryTracker
 from tests.distributed import models
 from tests.distributed.harness import GLOO_TIMEOUT, Ranks
@@ -314,40 +312,6 @@ def test_meshes_that_only_overlap_need_a_process_group(run_on: Ranks) -> None:
         assert f"this rank has {ranks}, the ranks of its parameters' meshes" in told[0]
 
 
-def come_late(rank: int, world_size: int) -> list[str]:
-    """The second rank takes its first step once the first has said that it waits."""
-    model = models.make_model("fsdp", models.shapes())
-    optimizer = Muon(param_groups(model))
-    models.set_gradients(model, SEED, 1)
-    store = dist.distributed_c10d._get_default_store()
-    lines: list[str] = []
-
-    class Listener(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record.getMessage())
-            store.set("waits", "yes")
-
-    if rank == 1:
-        store.wait(["waits"])
-        optimizer.step()
-        return lines
-    listener = Listener()
-    groups.logger.addHandler(listener)
-    try:
-        with mock.patch.object(groups, "_WARN_AFTER_S", 0.0):
-            optimizer.step()
-    finally:
-        groups.logger.removeHandler(listener)
-    return lines
-
-
-def test_a_rank_that_waits_says_for_whom(run_on: Ranks) -> None:
-    first, second = run_on(2, timeout=60.0, fresh=True)(come_late)
-    assert second == []
-    assert len(first) == 1
-    assert "rank 0 has waited 0 s for ranks [0, 1], the world of its optimizer" in first[0]
-
-
 def outside_of_the_mesh(rank: int, world_size: int) -> str:
     mesh = DeviceMesh("cpu", [0])
     linear = nn.Linear(4, 4, bias=False)
@@ -405,7 +369,7 @@ def test_stages_may_have_different_numbers_of_ranks(run_on: Ranks, given: bool) 
 
 def timeouts(rank: int, world_size: int) -> set[float]:
     """Time-outs in seconds of the job's group, and of a group that the optimizer makes."""
-    membership = groups.Membership([], dist.group.WORLD)
+    membership = Membership([], dist.group.WORLD)
     pairs = [(0, 1)] if rank < 2 else []
     made = [dist.group.WORLD, *membership.groups(pairs, dist.group.WORLD).values()]
     backends = [group._get_backend(torch.device("cpu")) for group in made if group is not None]

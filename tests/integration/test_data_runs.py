@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration import titan_ranks
-from torchtitan_ext.data.files import find_files
+from tests.titan.data_corpus import write_packed
 from torchtitan_ext.runs.run_files import read_metrics
 from torchtitan_ext.tools.report.data import load_one
 
@@ -24,34 +24,24 @@ SCHEDULERS = {
 
 def texts(count: int) -> list[str]:
     """The beginnings of modules of the standard library."""
-    files = find_files("stdlib").urls[:count]
-    return [Path(file).read_text(errors="ignore")[:4000] for file in files]
+    files = sorted(Path(json.__file__).parents[1].glob("*.py"))[:count]
+    return [file.read_text(errors="ignore")[:4000] for file in files]
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Modules of the standard library as two files of JSON lines, scored by their share of words.
-
-    One row has no text.
-    """
-    folder = tmp_path_factory.mktemp("corpus")
+    """Modules of the standard library in two shards, scored by their share of letters."""
     library = texts(160)
-    for part in range(2):
-        with (folder / f"{part}.jsonl").open("w") as file:
-            for text in library[part::2]:
-                score = sum(c.isalpha() for c in text) / max(1, len(text))
-                file.write(json.dumps({"text": text, "score": score}) + "\n")
-    with (folder / "1.jsonl").open("a") as file:
-        file.write('{"score": 0.5}\n')
-    return folder
+    tasks = [library[::2], library[1::2]]
+    scores = [[sum(map(str.isalpha, text)) / len(text) for text in task] for task in tasks]
+    return write_packed(tmp_path_factory.mktemp("corpus") / "packed", tasks, scores)
 
 
 def arguments(corpus: Path, scheduler: str, *more: str) -> tuple[str, ...]:
     return (
-        "--dataloader.dataset=text",
+        "--dataloader.dataset=packed",
         f"--dataloader.dataset_path={corpus}",
         f"--training.steps={STEPS}",
-        "--dataloader.score_field=score",
         *SCHEDULERS[scheduler],
         *more,
     )
@@ -93,16 +83,14 @@ def test_continued_pretraining_starts_from_the_weights_alone(
 def test_validation_reads_all_of_its_data_and_leaves_training_alone(
     titan: titan_ranks.Server, tmp_path: Path
 ) -> None:
-    held_out = tmp_path / "texts"
-    held_out.mkdir()
-    for i, text in enumerate(texts(7)):
-        (held_out / f"{i}.txt").write_text(text[: 700 * (i + 1)])
+    library = [text[: 700 * (i + 1)] for i, text in enumerate(texts(7))]
+    held_out = write_packed(tmp_path / "packed", [library[:3], library[3:]])
     plain = ("--training.steps=16", "--training.global_batch_size=4", "--metrics.log_freq=5")
     validating = (
         "--validator.enable",
         "--validator.freq=8",
         "--validator.steps=-1",
-        "--validator.dataloader.dataset=text",
+        "--validator.dataloader.dataset=packed",
         f"--validator.dataloader.dataset_path={held_out}",
     )
     batch = "--training.local_batch_size=2"

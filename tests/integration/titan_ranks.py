@@ -15,13 +15,12 @@ import resource
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import types
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from torchtitan_ext.runs.run_files import read_metrics
 
@@ -202,17 +201,15 @@ def server() -> Iterator[Server]:
 
 def serve() -> None:
     """Answer requests until the input ends."""
+    from torchtitan_ext.data import corpus, loader, tokenizers
     from torchtitan_ext.plugin import trainer  # noqa: F401
 
     _cut_debug_models()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    with tempfile.TemporaryDirectory() as tokens:
-        _tokens.append(f"--dataloader.tokens={tokens}")  # all runs read the same text
-        _serve(answers)
-
-
-def _serve(answers: IO[str]) -> None:
+    # All runs read the same text, whose tokens their processes share.
+    text = corpus.standard_library(tokenizers.ByteTokenizer())
+    loader.standard_library = lambda _: text  # type: ignore[attr-defined]
     for line in sys.stdin:
         request = json.loads(line)
         if "start" in request:
@@ -255,8 +252,6 @@ def _few_experts(stock: Any, **options: Any) -> Any:
 
 
 _number = 0
-_tokens: list[str] = []
-"""Option for where text is tokenized into."""
 
 
 def _fork(job: Job) -> list[int]:
@@ -358,7 +353,7 @@ def _train(job: Job, rank: int) -> int:
         return 0
     if job.sequences:
         _replay(job.sequences)
-    options = [f"--job.config_file={job.config}", *OPTIONS, f"--dump_folder={folder}", *_tokens]
+    options = [f"--job.config_file={job.config}", *OPTIONS, f"--dump_folder={folder}"]
     return train.main([*options, *job.arguments])
 
 

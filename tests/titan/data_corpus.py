@@ -2,54 +2,51 @@
 
 from __future__ import annotations
 
-import gzip
+import base64
+import functools
 import json
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from torchtitan_ext.data import corpus
 from torchtitan_ext.data.loader import PackedLoader
-from torchtitan_ext.data.tokenizers import ByteTokenizer
+from torchtitan_ext.data.tokenizers import ByteTokenizer, identity
 
-Rows = Sequence[dict[str, Any]]
-
-
-def write_jsonl(path: Path, rows: Rows) -> Path:
-    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
-    path.write_bytes(gzip.compress(lines) if path.suffix == ".gz" else lines)
-    return path
+END, TURN = "<|endoftext|>", "<|im_end|>"
+"""Special tokens of :func:`bpe_folder`."""
+BPE_SIZE = 600
+"""Tokens of :func:`bpe_folder` without the special ones."""
 
 
-def write_parquet(path: Path, rows: Rows, row_group_size: int = 3) -> Path:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    pq.write_table(pa.Table.from_pylist(list(rows)), path, row_group_size=row_group_size)
-    return path
-
-
-def write_arrow(path: Path, rows: Rows, stream: bool = True) -> Path:
-    import pyarrow as pa
-
-    table = pa.Table.from_pylist(list(rows))
-    new = pa.ipc.new_stream if stream else pa.ipc.new_file
-    with new(str(path), table.schema) as writer:
-        writer.write_table(table, max_chunksize=3)
-    return path
-
-
-def write_texts(folder: Path, texts: Sequence[str]) -> Path:
-    folder.mkdir(exist_ok=True)
-    for number, text in enumerate(texts):
-        (folder / f"{number:03}.txt").write_text(text)
+def write_packed(
+    folder: Path,
+    tasks: Sequence[Sequence[str]],
+    scores: Sequence[Sequence[float]] = (),
+    tokenizer: Any = None,
+) -> Path:
+    """The files that ``amo tokenize`` writes of documents by task, over bytes by default."""
+    tokenizer = tokenizer or ByteTokenizer()
+    type_ = corpus.token_type(tokenizer.get_vocab_size())
+    folder.mkdir(parents=True)
+    for task, texts in enumerate(tasks):
+        path = corpus.shard_path(folder, task)
+        documents = tokenizer.encode_documents(texts)
+        path.write_bytes(b"".join(np.array(d, type_).tobytes() for d in documents))
+        np.cumsum([len(d) for d in documents], dtype="<u8").tofile(f"{path}.index")
+        if scores:
+            np.array(scores[task]).tofile(f"{path}.scores")
+    settings = {"tokenizer": identity(tokenizer), "tasks": len(tasks)}
+    settings["score_field"] = "score" if scores else ""
+    (folder / corpus.SETTINGS).write_text(json.dumps(settings))
     return folder
 
 
-def dataset(path: Path | str, name: str = "text", **fields: Any) -> PackedLoader.Config:
-    """A config whose tokens lie beside the data."""
-    tokens = str(Path(str(path).partition("=")[0]).parent / "tokens")
-    given = {"dataset": name, "dataset_path": str(path), "tokens": tokens, "seed": 1, **fields}
-    return PackedLoader.Config(**given)
+def packed(path: Path | str, name: str = "packed", **fields: Any) -> PackedLoader.Config:
+    return PackedLoader.Config(**{"dataset": name, "dataset_path": str(path), "seed": 1, **fields})
 
 
 def build(
@@ -63,3 +60,44 @@ def build(
         seq_len=seq_len,
         local_batch_size=batch,
     )
+
+
+def write_jsonl(path: Path, rows: Sequence[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@functools.cache
+def bpe_folder() -> Path:
+    """A small byte-level BPE as ``tokenizer.json``, which like Llama's begins a text with a token,
+    and the same merges as a file of tiktoken, ``bpe.tiktoken``."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers.processors import TemplateProcessing
+    from tokenizers.trainers import BpeTrainer
+
+    tokenizer = Tokenizer(models.BPE(ignore_merges=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = BpeTrainer(vocab_size=BPE_SIZE, initial_alphabet=alphabet, show_progress=False)
+    library = sorted(Path(json.__file__).parents[1].glob("*.py"))[::8]
+    tokenizer.train_from_iterator((file.read_text()[:20_000] for file in library), trainer)
+    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    tokenizer.add_special_tokens([END, "<|im_start|>", TURN])
+    tokenizer.post_processor = TemplateProcessing(
+        single=f"{END} $A", special_tokens=[(END, BPE_SIZE)]
+    )
+    folder = Path(tempfile.mkdtemp())
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"eos_token": END, "bos_token": END}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    # Printable Latin-1 is itself in the alphabet, and the other bytes count from U+0100 on.
+    others = [byte for byte in range(256) if chr(byte) not in alphabet]
+    byte_of = {chr(byte): byte for byte in range(256)} | {
+        chr(256 + place): byte for place, byte in enumerate(others)
+    }
+    with (folder / "bpe.tiktoken").open("wb") as file:
+        for text, rank in vocabulary:
+            token = base64.b64encode(bytes(byte_of[character] for character in text))
+            file.write(token + f" {rank}\n".encode())
+    return folder

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from amo_dist import Muon, Schedule, param_groups
-from amo_dist.engine.verdict import NonFiniteUpdateError
+from amo_dist.engine.ballot import NonFiniteUpdateError
 from torchtitan_ext.plugin import checkpoints
 
 MODES = checkpoints.titan.AsyncMode

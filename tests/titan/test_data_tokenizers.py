@@ -3,93 +3,128 @@
 from __future__ import annotations
 
 import functools
-import json
-import tempfile
+import random
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiktoken
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiktoken.load import load_tiktoken_bpe
+from tiktoken_ext import openai_public
 
-from torchtitan_ext.data.files import find_files
-from torchtitan_ext.data.tokenizers import ByteTokenizer, HFTokenizer, Tokenizer, identity
+from tests.titan.data_corpus import BPE_SIZE, END, TURN, bpe_folder
+from torchtitan_ext.data import tokenizers
+from torchtitan_ext.data.tokenizers import ByteTokenizer, HFTokenizer, TiktokenTokenizer, identity
 
-SIZE = 600
-SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-
-
-@functools.cache
-def trained() -> str:
-    """A small byte-level BPE as `tokenizer.json`, which like Llama's puts a token before a text."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from tokenizers.processors import TemplateProcessing
-    from tokenizers.trainers import BpeTrainer
-
-    tokenizer = Tokenizer(models.BPE(ignore_merges=True))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = BpeTrainer(vocab_size=SIZE, initial_alphabet=alphabet, show_progress=False)
-    library = find_files("stdlib").urls[::40]
-    texts = [Path(file).read_text(errors="ignore")[:20_000] for file in library]
-    tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.add_special_tokens(list(SPECIAL))
-    tokenizer.post_processor = TemplateProcessing(
-        single=f"{SPECIAL[0]} $A", special_tokens=[(SPECIAL[0], SIZE)]
-    )
-    return str(tokenizer.to_str())
+BPE = "bpe.tiktoken"
 
 
 @functools.cache
-def assets() -> str:
-    path = Path(tempfile.mkdtemp())
-    (path / "tokenizer.json").write_text(trained())
-    config = {"eos_token": SPECIAL[0], "bos_token": SPECIAL[0]}
-    (path / "tokenizer_config.json").write_text(json.dumps(config))
-    return str(path)
+def tokenizer(kind: str) -> Any:
+    if kind == "byte":
+        return ByteTokenizer()
+    if kind == "hf":
+        return HFTokenizer(str(bpe_folder()))
+    return TiktokenTokenizer(str(bpe_folder() / BPE), kind)  # type: ignore[arg-type]
 
 
-@functools.cache
-def tokenizer() -> HFTokenizer:
-    return HFTokenizer(assets())
-
-
-@settings(max_examples=60, deadline=None)  # the first example pays for the vocabulary
-@given(text=st.text(max_size=60) | st.sampled_from(["<|endoftext|>a<|im_end|>", " \n", "return x"]))
-def test_text_survives_and_no_special_token_comes_out_of_it(text: str) -> None:
-    tokens = tokenizer().encode(text, add_eos=True)
-    assert tokens[-1] == tokenizer().eos_id == SIZE
-    assert max(tokens[:-1], default=0) < SIZE
-    assert tokenizer().decode(tokens[:-1]) == text
+@pytest.mark.parametrize("kind", ["byte", "hf", "llama3", "cl100k_base"])
+@settings(max_examples=40, deadline=None)  # the first example pays for the vocabulary
+@given(text=st.text(max_size=60) | st.sampled_from([f"{END}a{TURN}", " \n", "return x"]))
+def test_text_survives_and_no_special_token_comes_out_of_it(kind: str, text: str) -> None:
+    one = tokenizer(kind)
+    tokens = one.encode(text, add_eos=True)
+    assert tokens[-1] == one.eos_id
+    assert max(tokens[:-1], default=0) < (BPE_SIZE if kind != "byte" else 256)
+    assert one.decode(tokens[:-1]) == text
     # torchtitan's own loaders ask for a begin token, and documents here have none.
-    assert tokenizer().encode(text, add_bos=True) == tokens[:-1]
+    assert one.encode(text, add_bos=True) == tokens[:-1]
+    assert [list(document) for document in one.encode_documents([text, ""])] == [
+        tokens,
+        [one.eos_id],
+    ]
 
 
-def test_the_end_token_is_that_of_the_config_or_the_one_asked_for() -> None:
-    other = HFTokenizer(assets(), eos_token="<|im_end|>")
-    assert other.eos_id == SIZE + 2
-    assert other.encode("a", add_eos=True)[-1] == SIZE + 2
-    assert identity(other) != identity(tokenizer())
-    with pytest.raises(ValueError, match=r"tokenizer\.eos_token: found '<eos>'"):
-        HFTokenizer(assets(), eos_token="<eos>")
+def texts() -> list[str]:
+    """A thousand random texts: words, numbers, contractions, white space, any character."""
+    draw = random.Random(0)
+    pieces = ["self.", "return", " the", "I'LL", "don't", "\r\n", "  \n", "\t", "12345", "...", END]
+    return [
+        "".join(
+            draw.choice(pieces) if draw.random() < 0.7 else chr(draw.randrange(1, 0xD800))
+            for _ in range(draw.randrange(40))
+        )
+        for _ in range(1000)
+    ]
 
 
-def test_a_folder_without_an_end_token_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text(trained())
-    with pytest.raises(ValueError, match=r"tokenizer\.eos_token: found None"):
-        HFTokenizer(str(tmp_path))
-    assert HFTokenizer(str(tmp_path / "tokenizer.json"), "<|endoftext|>").eos_id == SIZE
+@pytest.mark.parametrize("name", ["llama3", "gpt2", "cl100k_base", "o200k_base"])
+def test_tokens_are_those_of_tiktoken(name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = load_tiktoken_bpe(str(bpe_folder() / BPE))
+    for reader in ("load_tiktoken_bpe", "data_gym_to_mergeable_bpe_ranks"):
+        monkeypatch.setattr(openai_public, reader, lambda *_, **__: ranks)
+    if name == "llama3":
+        special = {"<|end_of_text|>": BPE_SIZE + 1, "<|eot_id|>": BPE_SIZE + 9}
+        pattern = tokenizers.LLAMA3_PATTERN
+    else:
+        constants = openai_public.ENCODING_CONSTRUCTORS[name]()
+        special, pattern = constants["special_tokens"], constants["pat_str"]
+    stock = tiktoken.Encoding("x", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+    ours = tokenizer(name)
+    assert [ours.encode(text) for text in texts()] == [stock.encode_ordinary(t) for t in texts()]
+    assert {token: ours.encoding.encode_single_token(token) for token in special} == special
+    assert ours.eos_id == special.get(END, BPE_SIZE + 1)
+    assert ours.decode([*b"a\xff"]) == stock.decode([*b"a\xff"])  # which is no UTF-8
+    assert "\ufffd" in "".join(ours.decode([token]) for token in range(256))
+    # The same encoding from tiktoken's cache, where it is not Llama's.
+    if name != "llama3":
+        assert identity(TiktokenTokenizer("", name)) == identity(ours)
 
 
-def test_a_folder_without_files_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"tokenizer\.path:"):
-        HFTokenizer(str(tmp_path / "nowhere"))
+def test_an_identity_is_that_of_the_file_and_the_end_token(tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json", BPE):
+        shutil.copy(bpe_folder() / name, tmp_path / name)
+    builders: list[tuple[str, Callable[..., Any]]] = [
+        ("tokenizer.json", lambda eos="": HFTokenizer(str(tmp_path), eos)),
+        (BPE, lambda eos="": TiktokenTokenizer(str(tmp_path / BPE), "llama3", eos)),
+    ]
+    for name, make in builders:
+        before = identity(make())
+        assert before == identity(tokenizer("hf" if name == "tokenizer.json" else "llama3"))
+        assert identity(make(TURN if name == "tokenizer.json" else "<|eot_id|>")) != before
+        content = (tmp_path / name).read_bytes()
+        changed = content.replace(b" 599\n", b" 5990\n")
+        (tmp_path / name).write_bytes(changed.replace(b'_merges": true', b'_merges": false'))
+        assert identity(make()) != before
 
 
-@pytest.mark.parametrize("kind", ["hf", "byte"])
-def test_a_config_selects_the_tokenizer(kind: Any, tmp_path: Path) -> None:
-    classes = {"hf": HFTokenizer, "byte": ByteTokenizer}
-    for path, assets_path in (("", assets()), (assets(), str(tmp_path))):
-        config = Tokenizer.Config(kind=kind, path=path)
-        assert type(config.build(tokenizer_path=assets_path)) is classes[kind]
+def test_the_end_token_may_be_another_than_that_of_the_config(tmp_path: Path) -> None:
+    other = HFTokenizer(str(bpe_folder()), eos_token=TURN)
+    assert other.encode("a", add_eos=True)[-1] == other.eos_id == BPE_SIZE + 2
+    shutil.copy(bpe_folder() / "tokenizer.json", tmp_path)
+    assert HFTokenizer(str(tmp_path / "tokenizer.json"), END).eos_id == BPE_SIZE
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"path": "nowhere"}, "path"),
+        ({"path": str(bpe_folder()), "eos_token": "<eos>"}, "eos_token"),
+        ({"path": str(bpe_folder() / "bpe.tiktoken"), "eos_token": "<eos>"}, "eos_token"),
+        ({"kind": "tiktoken"}, "path"),
+        ({"kind": "tiktoken", "path": str(bpe_folder() / "tokenizer.json")}, "path"),
+        ({"kind": "tiktoken", "path": str(bpe_folder() / BPE), "eos_token": "<eos>"}, "eos_token"),
+        ({"kind": "tiktoken", "encoding": "gpt2"}, "encoding"),
+    ],
+)
+def test_what_makes_no_tokenizer_is_named(
+    fields: dict[str, Any], field: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")  # no download
+    with pytest.raises(ValueError, match=rf"^tokenizer\.{field}: "):
+        tokenizers.Tokenizer.Config(**fields).build(tokenizer_path=str(tmp_path))

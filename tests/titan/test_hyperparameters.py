@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -135,3 +136,27 @@ def test_one_word_decides_about_settings_too(name: str) -> None:
         run.resume(saved)
         assert run.optimizers.optimizer.config.momentum == momentum
         assert run.values("initial_lr") == {lr}
+
+
+def sizes(
+    num_ranks: int, rule: str = "error", *, whole: int = -1, local: int = 4
+) -> hyperparameters.BatchSizes:
+    training = SimpleNamespace(global_batch_size=whole, local_batch_size=local)
+    config = SimpleNamespace(training=training, optimizer=SimpleNamespace(on_config_change=rule))
+    dims = SimpleNamespace(dp_replicate=1, dp_shard=num_ranks)
+    return hyperparameters.BatchSizes(SimpleNamespace(config=config, parallel_dims=dims))
+
+
+def test_another_batch_at_a_resume_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    saved = sizes(2).state_dict()
+    sizes(1, whole=8).load_state_dict(saved)  # accumulated on one rank: the same batch
+    for resumed, field in (
+        (sizes(1), "training.global_batch_size: found 8 in the checkpoint, expected 4"),
+        (sizes(2, local=2, whole=8), "training.local_batch_size: found 4 in the checkpoint"),
+        (sizes(1, "keep_checkpoint"), "training.global_batch_size"),
+    ):
+        with pytest.raises(ValueError, match=f"^{field}"):
+            resumed.load_state_dict(saved)
+    assert not caplog.records
+    sizes(1, "use_config").load_state_dict(saved)
+    assert "training.global_batch_size: found 8" in caplog.text

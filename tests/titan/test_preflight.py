@@ -45,7 +45,6 @@ global_batch_size = 10
 
 [dataloader]
 dataset = "stdlib"
-max_bad_rows = 7
 
 [optimizer]
 name = "AMO"
@@ -69,13 +68,12 @@ def test_every_mistake_is_told_at_once(tmp_path: Path, capsys: pytest.CaptureFix
         "training.steps: found 100, expected at least observe_until + transition_steps = 1500",
         "model.flavor: found 'Qwen3-9B'",
         "training.global_batch_size: found 10, expected a multiple of 12",
-        "dataloader.max_bad_rows: found 7.0, expected a share, from 0 to 1",
         "lr_scheduler.warmup_steps: found 500, expected at most the 100 steps",
     ]
     errors = lines[-len(expected) :]
     for one in expected:
         assert sum(line.startswith(f"error: {one}") for line in errors) == 1, one
-    assert lines[0] == f"Qwen3-9B with AMO: {path} has 6 mistakes, listed at the end"
+    assert lines[0] == f"Qwen3-9B with AMO: {path} has 5 mistakes, listed at the end"
 
 
 def test_a_mistake_hides_nothing_that_is_known(

@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 import tokenizers
 
+from tests.titan.data_corpus import write_packed
 from torchtitan_ext.cli import main
-from torchtitan_ext.data.files import find_files
-from torchtitan_ext.data.pack import tokenize
 from torchtitan_ext.data.tokenizers import HFTokenizer
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -87,11 +86,9 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("machine")
     for name in ("Qwen3-0.6B", "Llama-3.1-8B"):
         make_tokenizer(folder / "assets" / "hf" / name)
-    (folder / "a.txt").write_text("w0 w1")
     for name, path, eos in PACKED:
         tokenizer = HFTokenizer(str(folder / "assets" / "hf" / path), eos)
-        for _ in tokenize(find_files(str(folder / "a.txt")), tokenizer, folder / "data" / name):
-            pass
+        write_packed(folder / "data" / name, [["w0 w1"]], tokenizer=tokenizer)
     (folder / "outputs/qwen3_0.6b_60b/checkpoint/step-14300").mkdir(parents=True)
     make_tokenizer(folder / "large", 321)  # one more than the model knows
     (folder / "broken").mkdir()
@@ -154,19 +151,15 @@ SMALL = ("quickstart", "--training.steps=80")
         ((*SMALL, "--tokenizer.kind=hf", "--hf_assets_path=large"), "model.flavor: found 'quickst"),
         ((*SMALL, "--tokenizer.kind=hf", "--hf_assets_path=broken"), "hf_assets_path: the tokeni"),
         (
-            (*SMALL, "--dataloader.dataset=text", "--dataloader.dataset_path=gone"),
-            "dataloader.dataset_path: no such file or folder: 'gone'",
-        ),
-        (
             (*SMALL, "--dataloader.dataset=packed", "--dataloader.dataset_path=gone"),
-            "dataloader.dataset_path: no index.json in 'gone'",
+            "dataloader.dataset_path: no tokenize.json in 'gone'",
         ),
         (
             (
-                *(*SMALL, "--validator.enable", "--validator.dataloader.dataset=text"),
+                *(*SMALL, "--validator.enable", "--validator.dataloader.dataset=packed"),
                 "--validator.dataloader.dataset_path=gone",
             ),
-            "validator.dataloader.dataset_path: no such file or folder: 'gone'",
+            "validator.dataloader.dataset_path: no tokenize.json in 'gone'",
         ),
         (
             ("cpt_qwen3_0.6b", "--checkpoint.initial_load_path=gone"),

@@ -17,14 +17,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from amo_dist.config import AMOConfig
 from amo_dist.schedule.plan import Plan
 from amo_dist.schedule.planning import plan_allocation
 from benchmarks.amo_paper import evaluate, static_schedule
 from benchmarks.amo_paper.results import read_results
-from torchtitan_ext.data import shards
 from torchtitan_ext.plugin.geometry import GeometryLog
 from torchtitan_ext.runs import records, run_files
 from torchtitan_ext.tools.report import data
@@ -105,17 +102,10 @@ def prepare(folder: Path) -> None:
     files.save_plan(PLANS[0])
     files.close()
     evaluate.write(RESULTS[0], folder / "results.json")
-    tokenize(folder, 0)
 
 
 def start(folder: Path) -> None:
     run_files.RunFiles(folder).start(3, CONFIGS[1])
-
-
-def tokenize(folder: Path, shard: int) -> None:
-    index = shards.read_index(folder) or shards.Index({})
-    shards.write_shard(folder, index, [np.full(27, shard, "<u4")])
-    shards.write_index(folder, index)
 
 
 def static(folder: Path) -> None:
@@ -133,20 +123,10 @@ WRITERS: dict[str, tuple[Callable[[Path], object], int]] = {
     "validation": (lambda folder: run_files.RunFiles(folder).append_validation(3, 2.0), 3),
     "plan": (lambda folder: run_files.RunFiles(folder).save_plan(PLANS[1]), 3),
     "geometry": (lambda folder: GeometryLog(folder, model="m").append(geometry(4), 4), 3),
-    "corpus": (lambda folder: tokenize(folder, 1), 3),
     "results": (lambda folder: evaluate.write(RESULTS[1], folder / "results.json"), 3),
     "static schedule": (static, 3),
 }
 """By name; and how many of the three steps are still there, whenever the writer is killed."""
-
-
-def whole_shards(folder: Path) -> int:
-    """Shards that the index of a corpus names and that are there as a whole."""
-    index = shards.read_index(folder)
-    assert index is not None
-    sizes = [(folder / f"{shard['name']}.tokens").stat().st_size for shard in index.shards]
-    assert set(sizes) == {4 * 27}
-    return len(sizes)
 
 
 def problems(folder: Path, num_steps: int, name: str) -> list[str]:
@@ -172,7 +152,6 @@ def problems(folder: Path, num_steps: int, name: str) -> list[str]:
         plans = [Plan.from_json(plan) for plan in PLANS]
         expect("plan", lambda: Plan.from_json((folder / "plan.json").read_text()) in plans)
     expect("results", lambda: len(read_results([folder / "results.json"])) == 1)
-    expect("corpus", lambda: whole_shards(folder) >= 1)
     expect("report", lambda: data.load_one(folder).metrics[0]["step"] == 1)
     expect("validation", lambda: run_files.read_metrics(folder).validations[:1] == [(1, 2.5)])
     if (schedule := folder / "schedule.toml").exists():

@@ -43,7 +43,7 @@ def load_nothing(optimizer: Muon) -> None:
 @pytest.mark.parametrize(
     ("mistake", "message"),
     [
-        (clear_state, "^state: found none of weight, expected that of every parameter"),
+        (clear_state, "^state of weight.momentum_buffer: found none, expected"),
         (drop_rate, r"^groups\[0\].lr: found none, expected its value"),
         (set_huge_rate, r"^groups\[0\].lr: found 1000\d+, expected a finite number >= 0"),
         (load_nothing, "^state_dict: found None, expected the dict that state_dict"),
@@ -82,8 +82,8 @@ def test_a_lost_device_is_raised_at_once_and_not_once_a_bucket(
 ) -> None:
     _, optimizer = build()
     logged = []
-    verdict = type("Verdict", (), {"report_failure": lambda *arguments: logged.append(arguments)})
-    monkeypatch.setattr(optimizer._engine, "_verdict", verdict(), raising=False)
+    ballots = type("Ballots", (), {"report_failure": lambda *arguments: logged.append(arguments)})
+    monkeypatch.setattr(optimizer._engine, "_ballots", ballots(), raising=False)
     step: Any = SimpleNamespace(number=1)
     lost = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
     with pytest.raises(torch.AcceleratorError):

@@ -21,7 +21,7 @@ WRITES_ELSEWHERE = {
     "amo_dist/tools/files.py",  # the one that is meant
     "torchtitan_ext/runs/run_files.py",  # the lock, whose file must stay the same
     "torchtitan_ext/tools/export.py",  # into a scratch folder, which is moved
-    "torchtitan_ext/data/pack.py",  # the lock, which holds nothing
+    "torchtitan_ext/data/pipeline.py",  # under a scratch name
     "torchtitan_ext/signals.py",  # how a rank ended, in torchrun's scratch folder
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from amo_dist.engine.vote import momentum_bound, second_moment_bound
+from amo_dist.engine.ballot import momentum_bound, second_moment_bound
 from amo_dist.kernels.elementwise import nesterov, update_momentum
 
 

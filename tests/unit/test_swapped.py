@@ -23,7 +23,7 @@ from amo_dist import (
     make_optimizer,
     param_groups,
 )
-from amo_dist.engine.verdict import MAX_IDLE_STEPS
+from amo_dist.engine.ballot import MAX_IDLE_STEPS
 from tests.distributed import models
 from tests.simulated_device import simulated_device
 from tests.unit.in_use import FAMILY, NORM, SHAPES, W1, WQ, muon, same, train, weights

@@ -6,7 +6,7 @@ from unittest import mock
 
 import torch
 
-from amo_dist.distributed.agreement import slowest, world_group
+from amo_dist.distributed.ranks import slowest, world_group
 from amo_dist.optimizers.muon import _Stopwatch as Stopwatch
 from tests.distributed.harness import Ranks
 

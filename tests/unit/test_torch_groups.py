@@ -88,17 +88,6 @@ def test_loading_changes_neither_the_state_dict_nor_what_it_came_from() -> None:
             assert all(torch.equal(found["state"][key][field], values[field]) for field in values)
 
 
-def test_a_load_with_a_key_that_no_step_takes_is_refused_and_changes_nothing() -> None:
-    model = models.plain_model(SHAPES)
-    optimizer = muon(model)
-    train(model, optimizer)
-    state = copy.deepcopy(optimizer.state_dict())
-    state["param_groups"][1]["foreach"] = None
-    with pytest.raises(ValueError, match=r"^groups\[1\]\.foreach: found a key that nothing reads"):
-        optimizer.load_state_dict(state)
-    train(model, optimizer, 4, 4)
-
-
 def test_a_flattened_state_is_refused_with_what_to_do() -> None:
     model = models.plain_model(SHAPES)
     optimizer = muon(model)

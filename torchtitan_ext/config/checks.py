@@ -6,7 +6,6 @@ import dataclasses
 import math
 import operator
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
 from torchtitan.distributed import ParallelDims
@@ -132,7 +131,6 @@ def _loader(section: Any, config: Any) -> Any:
     return dataclasses.replace(
         section,
         positions=config.model.attention != "sdpa",
-        tokens=section.tokens or str(Path(config.dump_folder).parent / "tokens"),
     )
 
 

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import logging
+import os
 import re
-import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import tyro
 from torchdata.nodes import IterableWrapper, Prefetcher
 from torchtitan.components.dataloader import BaseDataLoader
@@ -25,17 +22,14 @@ from torchtitan.config import derive
 from torchtitan.hf_datasets import text_datasets as titan
 
 from torchtitan_ext.batch import sequences_per_step
-from torchtitan_ext.data.files import find_files
+from torchtitan_ext.data.corpus import Corpus, open_packed, standard_library
 from torchtitan_ext.data.order import Mixture, shuffled
-from torchtitan_ext.data.pack import Options, tokenize, with_bar
-from torchtitan_ext.data.shards import Corpus, read_index
-from torchtitan_ext.data.tokenizers import identity
 from torchtitan_ext.imports import import_class
 from torchtitan_ext.runs.differences import differences
 
 logger = logging.getLogger(__name__)
 
-DATASETS = ("packed", "text", "stdlib")
+DATASETS = ("packed", "stdlib")
 """Values of ``dataloader.dataset`` read here; torchtitan's own loader reads those that it knows.
 
 torchtitan's loader gets the project's tokens, without begin tokens, and packs them its own way:
@@ -47,7 +41,7 @@ Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 BATCHES_AHEAD = 16
 """Batches that a thread reads while steps run: more than most steps accumulate."""
 
-_START_ANEW = (
+RESET_DATA_HINT = (
     "; `--checkpoint.exclude_from_loading dataloader` starts the data from the beginning, which "
     "trains on the same documents again"
 )
@@ -77,48 +71,23 @@ class PackedLoader(BaseDataLoader):
 
         dataset: str = "c4_test"
         """
-        ``packed``, ``text``, ``stdlib`` (the sources of Python's standard library), a name that
-        torchtitan knows, or the import path of a loader, ``my_module.MyLoader``.
+        ``packed``, ``stdlib`` (the sources of Python's standard library), a name that torchtitan
+        knows, or the import path of a loader, ``my_module.MyLoader``.
         """
 
         dataset_path: str | None = None
         """
-        Folder that ``amo tokenize`` made (``packed``), or a folder, file or glob of parquet, JSON
-        lines, Arrow or plain text (``text``), which is tokenized before training. Several with
-        their weights are ``data/web=0.7,data/code=0.3``.
+        Folder that ``amo tokenize`` made (``packed``). Several with their weights are
+        ``data/web=0.7,data/code=0.3``.
         """
-
-        pattern: str = ""
-        """
-        Files taken from ``dataset_path`` when that is a folder of text, such as ``**/*.md``; by
-        default those of rows and ``.txt``.
-        """
-
-        tokens: str = ""
-        """Folder for what is tokenized before training; by default ``tokens`` beside the run's."""
 
         seed: int = 42
         """Seeds the order of sequences."""
 
         order: Literal["uniform", "ascend", "descend"] = "uniform"
         """
-        Sequences shuffled as a whole in each epoch, or documents by ``score_field`` from the lowest
-        or the highest on.
-        """
-
-        text_field: str = "text"
-        """Field of a row that holds the text."""
-
-        score_field: str = ""
-        """
-        Field of a row that holds a finite number to order by. Where it is named a row without is a
-        bad one in the order ``uniform`` too, so that all orders draw the same documents.
-        """
-
-        max_bad_rows: float = 0.01
-        """
-        Largest share of rows whose text is missing, not text, not UTF-8 or empty. They are named,
-        counted and left out; more are an error.
+        Sequences shuffled as a whole in each epoch, or documents by their scores
+        (``amo tokenize --score-field``) from the lowest or the highest on.
         """
 
         positions: Annotated[bool, tyro.conf.Suppress] = False
@@ -126,9 +95,6 @@ class PackedLoader(BaseDataLoader):
         Tell the model each token's place in its document, which keeps documents from seeing each
         other, and leave the first token of each out of the loss. Follows from ``model.attention``.
         """
-
-        tokenize_timeout_seconds: float = 300.0
-        """Seconds that ranks wait for the first one to tokenize."""
 
         def build(self, **options: Any) -> BaseDataLoader:
             """The loader, torchtitan's own for its datasets.
@@ -167,11 +133,7 @@ class PackedLoader(BaseDataLoader):
                 "read once: a mixture has no end (validator.steps)"
             )
         self._mixture = Mixture(weights, config.seed)
-        self._corpora = []
-        for path, _ in paths(config):
-            if config.dataset != "packed":
-                path = str(tokenized(config, path, tokenizer))
-            self._corpora.append(open_packed(path, tokenizer, config.order))
+        self._corpora = open_corpora(config, tokenizer)
         held = [corpus.num_tokens for corpus in self._corpora]
         self._sizes = [corpus.num_sequences(seq_len) for corpus in self._corpora]
         if min(self._sizes) < 1:
@@ -273,12 +235,12 @@ class PackedLoader(BaseDataLoader):
         if missing := {"sequence", "source"} - state_dict.keys():
             raise ValueError(
                 f"dataloader: found {', '.join(sorted(state_dict))} in the checkpoint, expected "
-                f"{' and '.join(sorted(missing))}: another loader made it{_START_ANEW}"
+                f"{' and '.join(sorted(missing))}: another loader made it{RESET_DATA_HINT}"
             )
         if changed := differences(json.loads(state_dict["source"]), self._source):
             raise ValueError(
                 f"dataloader: the data is not that of the checkpoint ({'; '.join(changed)})"
-                f"{_START_ANEW}"
+                f"{RESET_DATA_HINT}"
             )
         self._next = int(state_dict["sequence"])
 
@@ -328,19 +290,15 @@ class _Stock(titan.HuggingFaceTextDataLoader):
             yield inputs, labels
 
 
-def open_packed(folder: str, tokenizer: BaseTokenizer, order: str = "uniform") -> Corpus:
-    """Tokens in a folder.
+def open_corpora(config: PackedLoader.Config, tokenizer: BaseTokenizer) -> list[Corpus]:
+    """The corpora of a dataset.
 
     Raises:
-        ValueError: There are none, or another tokenizer made them.
+        ValueError: One is missing, damaged, or of another tokenizer.
     """
-    corpus = Corpus(folder, order)
-    kind = identity(tokenizer)
-    if kind != (expected := corpus.settings["tokenizer"]):
-        raise ValueError(
-            f"tokenizer.kind: found {kind}, expected {expected}, which made the tokens in {folder}"
-        )
-    return corpus
+    if config.dataset == "stdlib":
+        return [standard_library(tokenizer)]
+    return [open_packed(path, tokenizer, config.order) for path, _ in paths(config)]
 
 
 def paths(config: PackedLoader.Config) -> list[tuple[str, float]]:
@@ -349,8 +307,9 @@ def paths(config: PackedLoader.Config) -> list[tuple[str, float]]:
     Raises:
         ValueError: One of several has no weight.
     """
-    text = "stdlib" if config.dataset == "stdlib" else config.dataset_path or ""
-    if "=" not in text:
+    text = config.dataset_path or ""
+    is_folder = os.path.exists(os.path.expanduser(text))  # Such as data/lang=en.
+    if config.dataset != "packed" or "=" not in text or is_folder:
         return [(text, 1.0)]
     weighted = []
     for part in text.split(","):
@@ -358,65 +317,11 @@ def paths(config: PackedLoader.Config) -> list[tuple[str, float]]:
         try:
             weighted.append((path, float(weight)))
         except ValueError:
-            path = ""
-        if not path:
             raise ValueError(
-                f"dataloader.dataset_path: found {part.strip()!r}, expected such as data/web=0.7, "
-                "or a path without '='"
-            )
+                f"dataloader.dataset_path: found {part.strip()!r}, expected a folder that exists, "
+                "or one with its weight, such as data/web=0.7"
+            ) from None
     return weighted
-
-
-def tokenized(config: PackedLoader.Config, path: str, tokenizer: BaseTokenizer) -> Path:
-    """Folder with the tokens of text on disk, which the first rank makes if there are none.
-
-    Args:
-        config: ``[dataloader]``.
-        path: Path of the text, one of those in ``config``.
-        tokenizer: Tokenizer of the run.
-
-    Raises:
-        ValueError: The text cannot be read, or the first rank takes too long.
-    """
-    files = find_files(path, config.pattern)
-    options = Options(config.text_field, config.score_field, config.max_bad_rows)
-    mark = json.dumps([files.digest, identity(tokenizer), dataclasses.astuple(options)])
-    folder = Path(config.tokens or "tokens") / hashlib.sha256(mark.encode()).hexdigest()[:16]
-    if dist.is_initialized() and dist.get_rank() > 0:
-        _wait_for(folder, config.tokenize_timeout_seconds)
-        return folder
-    index = read_index(folder)
-    if index is None or not index.complete:
-        logger.info("tokenizing %s into %s", path, folder)
-        with_bar(tokenize(files, tokenizer, folder, options), path)
-    return folder
-
-
-def _wait_for(folder: Path, seconds: float) -> None:
-    start = time.monotonic()
-    while (index := read_index(folder)) is None or not index.complete:
-        if time.monotonic() - start > seconds:
-            raise ValueError(
-                f"dataloader.tokenize_timeout_seconds: found {seconds:g}, and the first rank has "
-                f"not tokenized all text into {folder} by then; expected more, a dataloader.tokens "
-                "that all nodes share, or text that `amo tokenize` or `amo train` tokenized before"
-            )
-        time.sleep(0.1)
-
-
-def tokenize_first(config: Any) -> None:
-    """Tokenize the text that a whole config reads, before any rank starts.
-
-    Raises:
-        ValueError: For text that cannot be read, or a tokenizer that is not there.
-    """
-    for section in (config.dataloader, config.validator.dataloader):
-        reads = section is config.dataloader or config.validator.enable
-        if reads and section.dataset in DATASETS and section.dataset != "packed":
-            tokenizer = config.tokenizer.build(tokenizer_path=config.hf_assets_path)
-            with named_for(section):
-                for source, _ in paths(section):
-                    tokenized(section, source, tokenizer)
 
 
 def check(config: PackedLoader.Config) -> None:
@@ -437,20 +342,14 @@ def check(config: PackedLoader.Config) -> None:
             )
         return
     if config.dataset != "stdlib" and not config.dataset_path:
-        kind = "what `amo tokenize` made" if config.dataset == "packed" else "file or glob"
         raise ValueError(
-            f"dataloader.dataset_path: found none, expected a folder, {kind} for dataset "
-            f"{config.dataset!r}"
+            "dataloader.dataset_path: found none, expected a folder that `amo tokenize` made"
         )
     Mixture([weight for _, weight in paths(config)], config.seed)
-    if config.order != "uniform" and config.dataset != "packed" and not config.score_field:
+    if config.order != "uniform" and config.dataset == "stdlib":
         raise ValueError(
-            f"dataloader.score_field: found none, expected the field of a row that "
-            f"dataloader.order = {config.order!r} goes by"
-        )
-    if not 0 <= config.max_bad_rows <= 1:
-        raise ValueError(
-            f"dataloader.max_bad_rows: found {config.max_bad_rows}, expected a share, from 0 to 1"
+            f"dataloader.order: found {config.order!r}, expected 'uniform' for 'stdlib', which has "
+            "no scores"
         )
 
 

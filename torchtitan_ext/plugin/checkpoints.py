@@ -106,6 +106,8 @@ class CheckpointManager(titan.CheckpointManager):
         # DCP would write to an object store, where no resume looks.
         require_local("dump_folder", parts.get("base_folder", ""))
         super().__init__(config, **parts)
+        if self.enable:
+            self.states["batch"] = hyperparameters.BatchSizes(self.states["train_state"])
         self._verifies = config.verify
         self._keep_every = config.keep_every
         self._skips_damaged = config.damaged == "skip"

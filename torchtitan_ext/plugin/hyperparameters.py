@@ -2,7 +2,8 @@
 
 A checkpoint brings its own, and PyTorch takes them without a word: a weight decay that was changed
 for the rest of a run would be logged, and not be used. How the rate develops (``[lr_scheduler]``,
-``training.steps``) is no part of a checkpoint and always that of the config.
+``training.steps``) is no part of a checkpoint and always that of the config. The sizes of a batch
+are compared, too: without ``training.global_batch_size`` other ranks would make another batch.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from torchtitan_ext.batch import sequences_per_step
+
 logger = logging.getLogger(__name__)
 
 _FIELDS = {
@@ -23,6 +26,46 @@ _FIELDS = {
     "eps": ("optimizer.eps",),
 }
 """Keys of a parameter group, and the fields of the config that their values come from."""
+
+
+class BatchSizes:
+    """Sequences of a step and of a rank's forward pass, which a resume compares.
+
+    Args:
+        trainer: torchtitan's trainer.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def state_dict(self) -> dict[str, int]:
+        """Sizes by field of ``[training]``."""
+        training, dims = self._trainer.config.training, self._trainer.parallel_dims
+        return {
+            "global_batch_size": sequences_per_step(training, dims.dp_replicate * dims.dp_shard),
+            "local_batch_size": training.local_batch_size,
+        }
+
+    def load_state_dict(self, saved: Mapping[str, int]) -> None:
+        """Compare the sizes of a checkpoint.
+
+        Raises:
+            ValueError: They differ, and ``optimizer.on_config_change`` does not take the config's.
+        """
+        changes = [
+            f"training.{field}: found {saved[field]} in the checkpoint, expected {size} as in this "
+            "run"
+            for field, size in self.state_dict().items()
+            if saved[field] != size
+        ]
+        if not changes:
+            return
+        if getattr(self._trainer.config.optimizer, "on_config_change", "error") != "use_config":
+            raise ValueError(
+                f"{'; '.join(changes)}; set the checkpoint's, or "
+                "optimizer.on_config_change = 'use_config' goes on with this run's"
+            )
+        logger.warning("the batch of this run is in force: %s", "; ".join(changes))
 
 
 def install(container: Any, config: Any) -> None:

@@ -15,7 +15,7 @@ import torch
 import torchtitan.components.metrics as titan
 from torchtitan.config import derive
 
-from amo_dist.distributed.agreement import control_device, max_over, slowest, world_group
+from amo_dist.distributed.ranks import control_device, max_over, slowest, world_group
 from amo_dist.tools.tracker import GeometryTracker
 from torchtitan_ext.batch import sequences_per_step
 from torchtitan_ext.imports import import_class

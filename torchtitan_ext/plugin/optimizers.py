@@ -282,9 +282,8 @@ class OptimizersContainer(titan.OptimizersContainer):
         """
         What to do if the checkpoint's settings differ: stop, keep those of the checkpoint, or use
         those of the config. It holds for the rate, weight decay, betas and ``eps``, for the fields
-        of ``[optimizer.muon]`` and ``[optimizer.amo]``, and for the sizes of the batch, of which
-        none of a checkpoint is kept. Changes of ``[lr_scheduler]`` and of ``training.steps``
-        always hold.
+        of ``[optimizer.muon]`` and ``[optimizer.amo]``, and for the sizes of the batch, which only
+        the config can set. Changes of ``[lr_scheduler]`` and of ``training.steps`` always hold.
         """
 
         no_decay: bool | tuple[str, ...] = ()

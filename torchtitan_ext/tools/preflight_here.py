@@ -16,8 +16,7 @@ from torchtitan.hf_datasets import text_datasets as titan
 
 from torchtitan_ext.config import checks
 from torchtitan_ext.config.checks import collect
-from torchtitan_ext.data.files import find_files
-from torchtitan_ext.data.loader import DATASETS, named_for, open_packed, paths
+from torchtitan_ext.data.loader import named_for, open_corpora
 from torchtitan_ext.plugin import machine
 from torchtitan_ext.runs.run_files import checkpoints
 from torchtitan_ext.tools.preflight_memory import check_memory, checkpoint_sizes
@@ -100,7 +99,7 @@ def _tokenizer(config: Any) -> Any:
     field, path = "tokenizer.path", section.path
     if not path:
         field, path = "hf_assets_path", config.hf_assets_path
-    if section.kind != "byte" and not Path(path).expanduser().exists():
+    if section.kind == "hf" and not Path(path).expanduser().exists():
         raise ValueError(f"{field}: found no tokenizer in {path} on this machine, expected one")
     try:
         tokenizer = section.build(tokenizer_path=config.hf_assets_path)
@@ -143,11 +142,8 @@ def _data(loader: Any, tokenizer: Any) -> None:
     """
     name, path = loader.dataset, loader.dataset_path
     with named_for(loader):
-        for source, _ in paths(loader) if name in DATASETS else ():
-            if name != "packed":
-                find_files(source, loader.pattern)
-            elif tokenizer is not None:
-                open_packed(source, tokenizer, loader.order)
+        if name == "packed" and tokenizer is not None:
+            open_corpora(loader, tokenizer)
         stock = titan.DATASETS.get(name.lower())  # a loader of the user is not among them
         if stock is not None and not Path(path or stock.path).exists():
             raise ValueError(f"dataloader.dataset_path: no such file or folder: {path!r}")

@@ -109,10 +109,6 @@ def run(args: argparse.Namespace) -> int:
         print(max(complete_steps(folder / config.checkpoint.folder), default=0))
         return 0
     require_unlocked(folder, config.checkpoint.stop_seconds)
-    if nodes == 1:  # On several nodes the first rank tokenizes while the others wait.
-        from torchtitan_ext.data.loader import tokenize_first
-
-        tokenize_first(config)
     on_nodes = f" on {nodes} nodes" if nodes > 1 else ""
     print(f"Training on {ranks * nodes} ranks{on_nodes}, in {folder}.", flush=True)
     options = [f"--nnodes={nodes}", f"--nproc-per-node={ranks}", f"--max-restarts={args.restarts}"]

@@ -1,0 +1,563 @@
+"""One ballot a step: all ranks learn whether the step may change anything, and if not, why.
+
+Each rank fills a small vector of integers, of which one all-reduce takes the maximum::
+
+    1 + the rank whose gradient is NaN, inf or too large; 0 without one
+    1 + the rank whose last update was NaN or inf; 0 without one
+    2 if a matrix has a gradient, 1 if only another parameter has one, else 0
+    marks: whether the rank waits, its lines, and which gradients exist in each set of ranks
+    the negatives of all marks, so that unlike marks show in the maximum, too
+
+A failure of one rank takes the place of its lines. Words, with the culprit named, are gathered only
+if a flag is set. Every rank reaches the same verdict, so no rank raises while others wait for it.
+On a CPU the maximum is read before anything changes. On a device, reading would wait for the
+backward pass::
+
+    step k      ballot (its maximum stays on the device), exchange, update unless a flag is set
+    step k + 1  read the maximum of step k: raise, or count a skipped step; then the next ballot
+
+A step with a flag leaves parameters and state as they were. A failure in step k itself goes into
+the ballot of step k + 1, which leaves that step out, and step k + 2 raises.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from amo_dist.compat import local_of, placements_of
+from amo_dist.distributed.ranks import (
+    RankMismatchError,
+    check_alike,
+    control_device,
+    failure_text,
+    fingerprint56,
+    gather_json,
+    max_over,
+)
+from amo_dist.engine.parameters import Param, Parameters
+from amo_dist.engine.world import World
+from amo_dist.kernels.elementwise import exceed
+
+logger = logging.getLogger(__name__)
+
+MAX_IDLE_STEPS = 10
+"""Steps in a row without any gradient of a matrix; the last of them is an error."""
+
+_GRADIENT, _UPDATE, _EXISTS, _MARKS = range(4)
+"""Positions in the vector."""
+_ABSTENTION = -(2**60)
+"""Identity of the maximum: mark, and its negative, of a set of ranks without this one."""
+
+
+class MissingGradientError(RuntimeError):
+    """A parameter has a gradient on some of its ranks only, or matrices had none for long."""
+
+
+class NonFiniteGradientError(FloatingPointError):
+    """A gradient is NaN, inf or too large, and the configuration says that this is an error."""
+
+
+class NonFiniteUpdateError(FloatingPointError):
+    """Orthogonalizing a matrix gave NaN or inf: its momentum or its schedule is at fault."""
+
+
+class Verdict(NamedTuple):
+    """Result of a ballot.
+
+    Attributes:
+        reason: Reason for which the step must leave parameters and state untouched, or nothing.
+        grads: This rank's part of each gradient in its parameter's placements, None without one.
+        skip_mask: 0-dim boolean on the device: whether the step must leave them untouched after
+            all. None if ``reason`` tells.
+        is_idle: Whether no gradient has ever existed: the step does nothing and does not count.
+    """
+
+    reason: str
+    grads: Sequence[Tensor | None]
+    skip_mask: Tensor | None = None
+    is_idle: bool = False
+
+
+class Ballot(NamedTuple):
+    """One rank's ballot, from which words are made if any rank asks.
+
+    Attributes:
+        step: Optimizer step, 0 for a ballot on a text alone.
+        waits: Whether this rank reads the maximum at once.
+        text: Lines that must be alike on all ranks, or a `failure_text`.
+        has_grad: Whether each parameter has a gradient.
+        names: Names of parameters whose gradient has entries on this rank.
+        unusable: Whether each of these gradients is NaN, inf or too large.
+        updated: Names of matrices that this rank updated in the last step.
+        updates: Whether each of these updates was NaN or inf.
+    """
+
+    step: int
+    waits: bool
+    text: str
+    has_grad: Sequence[bool]
+    names: Sequence[str]
+    unusable: Tensor | None
+    updated: Sequence[str]
+    updates: Tensor | None
+
+
+class Votes(NamedTuple):
+    """The maximum of all ranks' vectors, on the host.
+
+    Attributes:
+        gradient: 1 + rank with a gradient that is NaN, inf or too large; 0 for none.
+        update: 1 + rank whose last update was NaN or inf; 0 for none.
+        exists: 2 if a matrix has a gradient on any rank, 1 if any parameter has one, else 0.
+        waits_differ: Whether only some ranks wait.
+        texts_differ: Whether ranks have unlike texts.
+        gradients_differ: Whether ranks of a parameter have unlike sets of gradients.
+    """
+
+    gradient: int
+    update: int
+    exists: int
+    waits_differ: bool
+    texts_differ: bool
+    gradients_differ: bool
+
+    @classmethod
+    def of(cls, values: Sequence[int]) -> Votes:
+        """The meaning of a reduced vector."""
+        size = (len(values) - _MARKS) // 2
+        marks, negatives = values[_MARKS:-size], values[-size:]
+        waits, text, *by_set = (a != -b for a, b in zip(marks, negatives, strict=True))
+        gradient, update, exists = values[:_MARKS]
+        return cls(gradient, update, exists, waits, text, any(by_set))
+
+    @property
+    def is_unlike(self) -> bool:
+        """Whether ranks differ."""
+        return self.waits_differ or self.texts_differ or self.gradients_differ
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether the step must change nothing."""
+        return self.is_unlike or bool(self.gradient or self.update)
+
+
+class Ballots:
+    """Compares the ranks of a world before each step.
+
+    Args:
+        world: All ranks, and the sets of them that must have gradients alike.
+        parameters: Parameters of this process.
+        skips: Whether a bad gradient skips the step, and is no error.
+    """
+
+    def __init__(self, world: World, parameters: Parameters, *, skips: bool) -> None:
+        self._world, self._params, self._skips = world, parameters.params, skips
+        self._param_device, self._device = parameters.device, parameters.device
+        if self._device.type == "cpu":
+            self._device = control_device(world.group)
+        self._indices_by_set: list[list[int] | None] = [
+            [i for i, own in enumerate(world.gradient_ranks) if own == ranks]
+            if world.rank in ranks
+            else None
+            for ranks in world.rank_sets
+        ]
+        self._bounds = [
+            None if param.views else second_moment_bound(param.tensor.dtype)
+            for param in parameters.params
+        ]
+        """Largest entry of a gradient that AdamW's state can take; None for matrices."""
+        self._failure, self._num_idle = "", 0
+        self._updated: Sequence[str] = ()
+        self._updates: Tensor | None = None
+        self._unread: tuple[Ballot, Callable[[], list[int]]] | None = None
+        """Ballot of the last step, and a function that reads the maximum, until somebody has."""
+
+    # ---------------------------------------------------------------- before a step
+
+    def vote(
+        self, step: int, text: str, fault: Exception | None, momentum: float, *, waits: bool
+    ) -> Verdict:
+        """Agree with all ranks on a step; a collective over the world.
+
+        Args:
+            step: Number of the coming step.
+            text: Lines that must be alike on all ranks.
+            fault: Fault of this rank alone, which all ranks raise.
+            momentum: Greatest momentum of any group, which bounds gradients.
+            waits: Whether to read the result now; else it stays on the device until
+                `read_verdict`. Alike on all ranks.
+
+        Raises:
+            RankMismatchError: On every rank; names the ranks and the line that differs.
+            MissingGradientError: On every rank; names a parameter and two ranks, or matrices
+                without a gradient on any rank.
+            ValueError: On every rank, for a fault, such as a sparse gradient.
+            NonFiniteUpdateError: On every rank; names the first matrix whose last update was NaN
+                or inf. Its parameter was only decayed then.
+            NonFiniteGradientError: On every rank; names a parameter and a rank.
+            RuntimeError: On every rank, for what `report_failure` got on one of them.
+        """
+        grads: list[Tensor | None] = [None] * len(self._params)
+        misplaced = set[int]()
+        try:
+            if fault is not None:
+                raise fault
+            grads, misplaced = self._local_gradients()
+        except ValueError as error:
+            if self._world.group is None:
+                raise
+            self._failure = self._failure or failure_text(f"step {step}", error)
+        full = {i: grad for i, grad in enumerate(grads) if grad is not None and grad.numel()}
+        unusable = None
+        if full:
+            least = momentum_bound(torch.float32, momentum)
+            bounds = [self._bounds[i] or least for i in full]
+            for position, index in enumerate(full):
+                if index in misplaced:  # it may be one term of a sum over ranks
+                    bounds[position] /= len(self._world.ranks)
+            sent = _sent(bounds, torch.float64, self._param_device)
+            unusable = exceed([*full.values()], sent)
+        has_grad = [grad is not None for grad in grads]
+        names = [self._params[i].name for i in full]
+        text, updates = self._failure or text, (self._updated, self._updates)
+        ballot = Ballot(step, waits, text, has_grad, names, unusable, *updates)
+        maximum = self._reduce(ballot)
+        self._updated, self._updates = (), None
+        reason, skip_mask = "", None
+        if waits:
+            votes = Votes.of(maximum.tolist())
+            reason = self._judge(ballot, votes)
+            if step == 1 and not votes.exists:
+                return Verdict("", [], is_idle=True)
+        else:
+            self._unread, skip_mask = (ballot, fetch(maximum)), blocks(maximum)
+        # Moving a gradient is a collective, which hangs if a rank has none: this waits for the
+        # backward pass until all ranks are known to have one.
+        if misplaced and not reason and not Votes.of(maximum.tolist()).gradients_differ:
+            grads = place_gradients(self._params, grads)
+        return Verdict(reason, grads, skip_mask)
+
+    def vote_on_text(self, text: str, *, with_updates: bool = False) -> None:
+        """Compare a text alone; a collective over the world, of the form of `vote`.
+
+        A rank that is at its next step meets this one there, and both raise.
+
+        Args:
+            text: Text that must be alike on all ranks, or a `failure_text`.
+            with_updates: Whether to vote on what `report_updates` got, too; the next `vote` does
+                so again.
+
+        Raises:
+            RankMismatchError: On every rank; names the ranks and the line that differs.
+            NonFiniteUpdateError: On every rank, as in `vote`.
+            RuntimeError: On every rank, for a failure of one of them.
+        """
+        updates = (self._updated, self._updates) if with_updates else ((), None)
+        has_grad = [False] * len(self._params)
+        ballot = Ballot(0, True, self._failure or text, has_grad, (), None, *updates)
+        self._judge(ballot, Votes.of(self._reduce(ballot).tolist()))
+
+    def report_failure(self, part: str, error: Exception) -> None:
+        """Keep a failure of this rank alone: others wait for it, so all raise at the next ballot.
+
+        Args:
+            part: Name of the failed part of a step.
+            error: Its exception; raised at once in a world of one rank.
+        """
+        if self._world.group is None:
+            raise error
+        # Only text is kept: the error would keep alive the tensors of its frames on a full device.
+        logger.error("%s failed; all ranks raise at their next ballot", part, exc_info=error)
+        self._failure = self._failure or failure_text(part, error)
+
+    def report_updates(
+        self, outcomes: Sequence[tuple[Sequence[str], Tensor]], skip_mask: Tensor | None
+    ) -> None:
+        """Keep which updates of this rank were NaN or inf, for the next ballot.
+
+        Args:
+            outcomes: Names of matrices, and a flag for each, on the device.
+            skip_mask: That of this step's `Verdict`: a step that changed nothing says nothing
+                about its updates.
+        """
+        self._updated, self._updates = (), None
+        if outcomes:
+            names, flags = zip(*outcomes, strict=True)
+            self._updated, updates = [*itertools.chain(*names)], torch.cat(flags).flatten()
+            self._updates = updates if skip_mask is None else updates.masked_fill_(skip_mask, False)
+
+    # ---------------------------------------------------------------- after a step
+
+    def read_verdict(self) -> str:
+        """Read the verdict of the last step if nobody has; gathers words if a flag is set.
+
+        Returns:
+            Reason for which that step left parameters and state untouched, or nothing.
+
+        Raises:
+            As `vote`, for the last step; parameters and state are those before it.
+        """
+        if self._unread is None:
+            return ""
+        (ballot, read), self._unread = self._unread, None
+        return self._judge(ballot, Votes.of(read()))
+
+    def last_outcome(self) -> Literal["taken", "skipped", "undone"]:
+        """Outcome of the last step, for saving: waits for it, and logs a bad one.
+
+        It communicates nothing, as one rank may save alone; `read_verdict` gives the words of all
+        ranks.
+        """
+        for name in _names_of(self._updated, self._updates):
+            logger.warning(
+                "%s: the last update of this matrix was NaN or inf and was left out: what is "
+                "saved now lacks it, and all ranks raise at their next step",
+                name,
+            )
+        if self._unread is None:
+            return "taken"
+        ballot, read = self._unread
+        values = read()
+        self._unread = ballot, lambda: values
+        votes = Votes.of(values)
+        if not votes.is_bad:
+            return "taken"
+        logger.warning("step %d changed nothing; the next step says why", ballot.step)
+        is_skip = self._skips and not (votes.is_unlike or votes.update)
+        return "skipped" if is_skip else "undone"
+
+    # ---------------------------------------------------------------- vector and words
+
+    def _reduce(self, ballot: Ballot) -> Tensor:
+        """The maximum of all ranks' vectors, on the device; a collective over the world."""
+        world, exists = self._world, 0
+        self._failure = ""  # the text of the ballot has it
+        for param, has_grad in zip(self._params, ballot.has_grad, strict=True):
+            if has_grad:
+                exists = max(exists, 2 if param.views or not world.registry else 1)
+        marks = [int(ballot.waits), fingerprint56(ballot.text)]
+        for indices in self._indices_by_set:
+            own = None if indices is None else [ballot.has_grad[i] for i in indices]
+            marks.append(_ABSTENTION if own is None else fingerprint56(str(own)))
+        negatives = [mark if mark == _ABSTENTION else -mark for mark in marks]
+        vector = _sent([0, 0, exists, *marks, *negatives], torch.int64, self._device)
+        for position, flags in ((_GRADIENT, ballot.unusable), (_UPDATE, ballot.updates)):
+            if flags is not None:
+                vector[position].masked_fill_(flags.any().to(self._device), world.rank + 1)
+        return max_over(vector, world.group)
+
+    def _judge(self, ballot: Ballot, votes: Votes) -> str:
+        """Reason to leave a step out, or nothing; raises if that is an error."""
+        if votes.waits_differ:  # ranks that do not wait take part in no collective of words
+            raise RankMismatchError(
+                "the coming step: ranks are about to do different things; this one (another one "
+                f"has other lines):\n{ballot.text}"
+            )
+        if votes.texts_differ:
+            check_alike("the coming step", ballot.text, self._world.group)
+        words = self._gather_words(ballot) if votes.is_bad else {}
+        if votes.gradients_differ:
+            self._raise_for_missing(ballot.step, words)
+        if ballot.step:
+            self._check_existence(ballot, votes.exists)
+        if votes.update:
+            self._raise_for_updates(words)
+        if not votes.gradient:
+            return ""
+        ranks = {name: rank for rank, own in words.items() for name in own["gradients"]}
+        name = min(ranks)
+        reason = (
+            f"{name}: found a NaN, an inf or an entry too large for the optimizer's state in its "
+            f"gradient on rank {ranks[name]} in step {ballot.step} (the first of {len(ranks)} such "
+            "parameters)"
+        )
+        if self._skips:
+            return reason
+        raise NonFiniteGradientError(
+            f"{reason}; nothing was changed. Set nonfinite = 'skip_step' to go on without such "
+            "steps"
+        )
+
+    def _gather_words(self, ballot: Ballot) -> dict[int, dict[str, Any]]:
+        """Names of parameters and matrices at fault, by rank; a collective over the world."""
+        pairs = zip(self._params, self._world.gradient_ranks, ballot.has_grad, strict=True)
+        own = {
+            "missing": [(ranks, param.name) for param, ranks, has_grad in pairs if not has_grad],
+            "gradients": _names_of(ballot.names, ballot.unusable),
+            "updates": _names_of(ballot.updated, ballot.updates),
+        }
+        return dict(zip(self._world.ranks, gather_json(own, self._world.group), strict=True))
+
+    def _raise_for_missing(self, step: int, words: dict[int, dict[str, Any]]) -> None:
+        """Raise for the first gradient that only some ranks of its parameter have."""
+        lacking: dict[tuple[str, tuple[int, ...]], set[int]] = defaultdict(set)
+        for rank, own in words.items():
+            for ranks, name in own["missing"]:
+                lacking[name, tuple(ranks)].add(rank)
+        for (name, ranks), without in sorted(lacking.items()):
+            if having := set(ranks) - without:
+                raise MissingGradientError(
+                    f"{name}: found a gradient on rank {max(having)} and none on rank "
+                    f"{max(without)} in step {step}, expected one on all of its ranks or on none"
+                )
+
+    def _raise_for_updates(self, words: dict[int, dict[str, Any]]) -> None:
+        owners = {name: rank for rank, own in words.items() for name in own["updates"]}
+        name = min(owners)
+        kind = next(m.operator_type for m in self._world.registry if m.name == name)
+        raise NonFiniteUpdateError(
+            f"{name}: the last update of this {kind} matrix was NaN or inf on its owner, rank "
+            f"{owners[name]} (the first of {len(owners)} such matrices), and was left out. Its "
+            "momentum_buffer is damaged, or its schedule diverges: check the schedule's "
+            "coefficients, and go on from an earlier checkpoint"
+        )
+
+    def _check_existence(self, ballot: Ballot, exists: int) -> None:
+        """Warn of matrices that have no gradient, and raise if none has one for long.
+
+        Raises:
+            MissingGradientError: No matrix has had a gradient in many steps, or in the first step
+                with gradients.
+        """
+        step, registry = ballot.step, self._world.registry
+        self._num_idle = 0 if exists == 2 else self._num_idle + 1
+        if not self._num_idle:
+            pairs = zip(self._params, ballot.has_grad, strict=True)
+            unused = [param.name for param, has_grad in pairs if param.views and not has_grad]
+            if unused and step == 1:
+                logger.warning(
+                    "%s: found no gradient in step 1, as of a parameter that the model does not "
+                    "use, or no longer holds; it stays as it is until it has one",
+                    _first_names(unused),
+                )
+            return
+        names = [matrix.name for matrix in registry] or [param.name for param in self._params]
+        text = f"{_first_names(names)}: found no gradient on any rank in step {step}"
+        if self._num_idle >= MAX_IDLE_STEPS or (exists and step == 1):
+            count = f", the last of {self._num_idle} such steps" if self._num_idle > 1 else ""
+            raise MissingGradientError(
+                f"{text}{count}, expected that of one at least: call backward() before step(), and "
+                "build the optimizer after all that replaces the model's parameters, such as "
+                "fully_shard: it holds those that it was built with, unless a trainer swaps them "
+                "in its param_groups before the first step"
+            )
+        if self._num_idle == 1:
+            logger.warning("%s: parameters and state stay as they are", text)
+
+    def _local_gradients(self) -> tuple[list[Tensor | None], set[int]]:
+        """This rank's part of each gradient, and indices of those in placements of their own.
+
+        Raises:
+            ValueError: A gradient is in no form of the parameter; names it.
+        """
+        grads: list[Tensor | None] = []
+        misplaced = set[int]()
+        for index, param in enumerate(self._params):
+            tensor, grad = param.tensor, param.tensor.grad
+            if grad is not None and grad.is_sparse:
+                raise ValueError(f"{param.name}: found a sparse gradient, expected a dense one")
+            if grad is not None and isinstance(tensor, DTensor):
+                if not isinstance(grad, DTensor):
+                    raise ValueError(f"{param.name}: found a plain gradient, expected a DTensor")
+                if placements_of(grad) != placements_of(tensor):
+                    misplaced.add(index)
+                    if self._world.gradient_ranks[index] != param.layout.ranks:
+                        raise ValueError(
+                            f"{param.name}: found a gradient placed as {grad.placements}, expected "
+                            f"{tensor.placements}: ranks without a gradient of their experts "
+                            "cannot help to move it"
+                        )
+                local: Tensor = local_of(grad)
+                grad = local.wait() if hasattr(local, "wait") else local
+            grads.append(grad)
+        return grads, misplaced
+
+
+# ---------------------------------------------------------------- gradients
+
+
+def place_gradients(params: Sequence[Param], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Local gradients in the placements of their parameters; a collective if one must move."""
+    placed = list(grads)
+    for index, param in enumerate(params):
+        tensor, grad = param.tensor, param.tensor.grad
+        if not isinstance(grad, DTensor) or not isinstance(tensor, DTensor):
+            continue
+        if grad.placements != tensor.placements:
+            placed[index] = grad.redistribute(placements=tensor.placements).to_local()
+    return placed
+
+
+def momentum_bound(dtype: torch.dtype, momentum: float) -> float:
+    """Largest gradient entry that can never overflow a momentum buffer of this dtype.
+
+    A sum of gradients below ``bound`` stays below ``bound / (1 - momentum)``, with Nesterov too;
+    a factor of two is left for rounding.
+    """
+    return torch.finfo(dtype).max * (1.0 - momentum) / 2.0
+
+
+def second_moment_bound(dtype: torch.dtype) -> float:
+    """Largest gradient entry whose square AdamW's ``exp_avg_sq`` can hold, with room to round.
+
+    An infinite second moment never recovers: its parameter would stand still for good.
+    """
+    return math.sqrt(torch.finfo(dtype).max) / 2.0
+
+
+# ---------------------------------------------------------------- host and device
+
+
+def blocks(maximum: Tensor) -> Tensor:
+    """`Votes.is_bad` of a reduced vector, 0-dim, without reading the device."""
+    size = (len(maximum) - _MARKS) // 2
+    flags, _, marks, negatives = maximum.split([_EXISTS, _MARKS - _EXISTS, size, size])
+    return torch.cat([flags, marks + negatives]).any()
+
+
+def fetch(values: Tensor) -> Callable[[], list[int]]:
+    """Begin to bring a small vector to the host; the returned function waits until it is there.
+
+    On CUDA it is copied to pinned memory behind the work of the stream. Each vector has memory of
+    its own: the last one may not have been read yet.
+    """
+    if values.device.type != "cuda":
+        return values.clone().tolist
+    landing, event = torch.empty_like(values, device="cpu", pin_memory=True), torch.cuda.Event()
+    landing.copy_(values, non_blocking=True)
+    event.record(torch.cuda.current_stream(values.device))
+
+    def read() -> list[int]:
+        event.synchronize()
+        numbers: list[int] = landing.tolist()
+        return numbers
+
+    return read
+
+
+def _sent(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A small vector of numbers on a device; on CUDA without a wait."""
+    vector = torch.tensor(values, dtype=dtype, device="cpu")
+    if device.type == "cuda":
+        vector = vector.pin_memory()
+    return vector.to(device, non_blocking=True)
+
+
+def _names_of(names: Sequence[str], flags: Tensor | None) -> list[str]:
+    """Names whose flag is set; reads the flags on the host."""
+    return [] if flags is None else [*itertools.compress(names, flags.tolist())]
+
+
+def _first_names(names: Sequence[str]) -> str:
+    """The first three names, and the number of the others."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more}"

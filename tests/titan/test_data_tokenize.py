@@ -1,0 +1,259 @@
+"""`amo tokenize`: rows of files to shards, by tasks that a killed run does not make again."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.titan.data_corpus import END, bpe_folder, write_jsonl
+from torchtitan_ext import cli
+from torchtitan_ext.data.corpus import SETTINGS, Corpus, open_packed, read_settings
+from torchtitan_ext.data.tokenizers import ByteTokenizer, TiktokenTokenizer
+
+pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # of datatrove's log files
+
+
+def run(source: Path | str, output: Path, *options: str) -> int:
+    status: int = cli.main(
+        ["tokenize", str(source), "-o", str(output), "--tokenizer=byte", *options]
+    )
+    return status
+
+
+def tokens_of(corpus: Corpus) -> bytes:
+    """All tokens but the last, which over bytes are the text, each document ended by ``|``."""
+    tokens = corpus.sequence(0, corpus.num_tokens - 1)
+    return bytes(ord("|") if token == 256 else token for token in tokens)
+
+
+def texts_of(output: Path) -> list[str]:
+    return sorted(tokens_of(open_packed(str(output), ByteTokenizer())).decode().split("|")[:-1])
+
+
+def bytes_of(output: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in output.iterdir() if path.is_file()}
+
+
+def write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.Table.from_pylist(rows), path)
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """Ten documents in files of all kinds, and every kind of bad row."""
+    folder = tmp_path / "lang=en [v1]"
+    folder.mkdir()
+    rows = [{"text": f"text {i} é", "score": -i, "other": i} for i in range(8)]
+    write_parquet(folder / "a.parquet", [*rows[:3], {"text": None, "score": 1, "other": 2}])
+    bad = [{"text": ""}, {"text": " \n"}, {"text": 3}, {"other": 1}, {"text": "x"}, [1], 7]
+    write_jsonl(folder / "b.jsonl", [*rows[3:5], *bad])
+    with (folder / "b.jsonl").open("ab") as file:
+        file.write(b'not json\n\n{"text": "\xff"}\n{"text": "\\ud800"}\n')
+    lines = "".join(json.dumps(row) + "\n" for row in rows[5:]).encode()
+    (folder / "c.json.gz").write_bytes(gzip.compress(lines))
+    (folder / ".hidden.jsonl").write_text("never read")
+    (folder / "readme.md").write_text("plain text")
+    (folder / "sub").mkdir()
+    (folder / "sub" / "d.txt").write_text("a text file\nof two lines")
+    (folder / "sub" / "e.txt").write_bytes(b"\xff")
+    return folder
+
+
+def test_good_rows_are_tokenized_and_bad_ones_counted_by_reason(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out"
+    assert run(corpus, output, "--max-bad-rows=0.9", "--tasks=2") == 0
+    rows = [f"text {i} é" for i in range(8)]
+    assert texts_of(output) == sorted([*rows, "a text file\nof two lines", "x"])
+    line = capsys.readouterr().out.splitlines()[0]
+    reasons = ("3 rows empty", "2 rows missing", "3 rows not JSON", "1 rows not UTF-8")
+    assert line.partition(", ")[2] == ", ".join((*reasons, "3 rows wrong type"))
+    listed = "".join(path.read_text() for path in (output / "logs" / "bad_rows").iterdir())
+    assert '"b.jsonl:6"' in listed
+    # The same text, copied later: the same corpus.
+    os.utime(corpus / "b.jsonl")
+    assert run(corpus, tmp_path / "again", "--max-bad-rows=0.9", "--tasks=2") == 0
+    digests = {open_packed(str(tmp_path / n), ByteTokenizer()).digest for n in ("out", "again")}
+    assert len(digests) == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "count"),
+    [
+        ("lang=en [[]v1]/?.j*", [], 6),
+        ("lang=en [[]v1]/[ac].*", [], 6),
+        ("lang=en [v1]/b.jsonl", [], 3),
+        ("lang=en [v1]", ["--pattern=**/*.txt"], 1),
+        ("lang=en [v1]", ["--pattern=*.md"], 1),
+    ],
+)
+def test_a_source_is_a_file_or_a_glob_too(
+    source: str, options: list[str], count: int, corpus: Path, tmp_path: Path
+) -> None:
+    assert run(tmp_path / source, tmp_path / "out", "--max-bad-rows=1", *options) == 0
+    assert len(texts_of(tmp_path / "out")) == count
+
+
+@pytest.mark.parametrize("order", ["ascend", "descend"])
+def test_an_order_sorts_documents_by_score(order: str, tmp_path: Path) -> None:
+    scores = [3, 1.5, 1.5, -2, 8, 0, 1, 2]
+    rows = [{"text": f"text {i}", "score": score} for i, score in enumerate(scores)]
+    for number in range(2):
+        write_jsonl(tmp_path / f"{number}.jsonl", [*rows[number::2], {"text": "a", "score": True}])
+    options = ("--score-field=score", "--tasks=2", "--max-bad-rows=0.5")
+    assert run(tmp_path / "[01].jsonl", tmp_path / "out", *options) == 0
+    tokens = tokens_of(open_packed(str(tmp_path / "out"), ByteTokenizer(), order))
+    # Of one score: in the order of the corpus.
+    in_corpus = [*range(0, 8, 2), *range(1, 8, 2)]
+    expected = sorted(in_corpus, key=lambda i: scores[i] * (1 if order == "ascend" else -1))
+    assert tokens == "".join(f"text {i}|" for i in expected).encode()
+
+
+def test_tiktoken_writes_its_own_tokens(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"text": f"return {END} {i}"} for i in range(9)])
+    path = str(bpe_folder() / "bpe.tiktoken")
+    options = ("--tokenizer=tiktoken", f"--tokenizer-path={path}", "--encoding=o200k_base")
+    assert run(tmp_path / "a.jsonl", tmp_path / "out", *options) == 0
+    tokenizer = TiktokenTokenizer(path, "o200k_base")
+    corpus = open_packed(str(tmp_path / "out"), tokenizer)
+    expected = [t for i in range(9) for t in tokenizer.encode(f"return {END} {i}", add_eos=True)]
+    assert corpus.sequence(0, corpus.num_tokens - 1).tolist() == expected  # 200,019 is no uint16
+    with pytest.raises(ValueError, match=r"^tokenizer\.kind: "):
+        open_packed(str(tmp_path / "out"), ByteTokenizer())
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_with_the_bytes_of_an_undisturbed_one(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for number in range(4):
+        rows = [{"text": f"{number} {i} " * 100} for i in range(4000)]
+        write_jsonl(source / f"{number}.jsonl", rows)
+    command = [sys.executable, "-m", "torchtitan_ext", "tokenize", str(source), "--tokenizer=byte"]
+    command += ["--tasks=4", "--workers=2", "-o"]
+    output, done = tmp_path / "out", tmp_path / "out" / "logs" / "completions"
+    with subprocess.Popen(
+        [*command, str(output)], start_new_session=True, stderr=subprocess.DEVNULL
+    ) as process:
+        while not (done.exists() and any(done.iterdir())):
+            assert process.poll() is None
+            time.sleep(0.01)
+        os.killpg(process.pid, signal.SIGKILL)
+    finished = {path.name for path in done.iterdir()}
+    before = {path.name: path.stat().st_mtime_ns for path in output.glob("*.ds")}
+    if len(finished) < 4:
+        with pytest.raises(ValueError, match=r"_unshuffled\.ds(\.index)?: found no such file"):
+            open_packed(str(output), ByteTokenizer())
+    assert run(source, output) == 0  # the number of tasks is that of the folder
+    assert run(source, tmp_path / "whole", "--tasks=4", "--workers=1") == 0
+    first, second = bytes_of(output), bytes_of(tmp_path / "whole")
+    assert first == second
+    assert len(first) == 2 + 2 * 4
+    for name, time_ns in before.items():
+        if name[:5] in finished:
+            assert (output / name).stat().st_mtime_ns == time_ns
+
+
+@pytest.mark.slow
+def test_slurm_gets_an_array_of_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(2):
+        write_jsonl(tmp_path / f"{number}.jsonl", [{"text": f"text {number}"}])
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    # Slurm's part: each task of the array runs the script, one after another.
+    array = "for SLURM_ARRAY_TASK_ID in 0 1; do export SLURM_ARRAY_TASK_ID; bash $script; done"
+    scripts = {
+        "sbatch": f"script=${{@: -1}}; grep -q array $script && {array}; echo job 1",
+        "srun": 'while [[ $1 == -* || $1 == 1 ]]; do shift; done; exec "$@"',
+        "scontrol": "echo node0",
+        "merge_stats": "true",
+        "launch_pickled_pipeline": 'exec python -m datatrove.tools.launch_pickled_pipeline "$@"',
+    }
+    for name, script in scripts.items():
+        (programs / name).write_text(f"#!/bin/bash\nexec 2>> {tmp_path}/log\n{script}\n")
+        (programs / name).chmod(0o755)
+    path = f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    monkeypatch.setenv("PATH", path)
+    monkeypatch.setenv("SLURM_NODELIST", "node0")
+    options = ("--executor=slurm", "--executor-option=partition=cpu", "--executor-option=time=1")
+    assert run(tmp_path / "*.jsonl", tmp_path / "out", "--tasks=2", *options) == 0
+    assert texts_of(tmp_path / "out") == ["text 0", "text 1"]
+
+
+def write_index(path: Path, ends: list[int]) -> None:
+    np.array(ends, "<u8").tofile(path)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda shard: shard.unlink(),
+        lambda shard: shard.write_bytes(shard.read_bytes()[:-2]),
+        lambda shard: shard.with_name(f"{shard.name}.index").unlink(),
+        lambda shard: write_index(shard.with_name(f"{shard.name}.index"), [5, 5, 14]),
+        lambda shard: shard.with_name(f"{shard.name}.scores").write_bytes(b"12345678"),
+        lambda shard: shard.write_bytes(b"\xff" * shard.stat().st_size),
+    ],
+)
+def test_a_damaged_shard_is_named(damage: Any, tmp_path: Path) -> None:
+    for number in range(2):
+        write_jsonl(tmp_path / f"{number}.jsonl", [{"text": "text 0", "score": 1}] * 2)
+    output = tmp_path / "out"
+    assert run(tmp_path / "*.jsonl", output, "--tasks=2", "--score-field=score") == 0
+    damage(output / "00001_unshuffled.ds")
+    with pytest.raises(ValueError, match=rf"^{output}/00001_unshuffled\.ds"):
+        tokens_of(open_packed(str(output), ByteTokenizer(), "ascend"))
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        (["--text-field=body"], "--max-bad-rows"),
+        (["--score-field=score"], "--max-bad-rows"),
+        (["--max-bad-rows=2"], "--max-bad-rows"),
+        (["--pattern=*.csv"], "source"),
+        (["--tokenizer=hf"], "--tokenizer-path"),
+        (["--tokenizer=tiktoken"], "tokenizer.path"),
+        (["--workers=0"], "--workers"),
+        (["--executor=moon"], "--executor"),
+    ],
+)
+def test_a_mistake_is_named(
+    options: list[str], field: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}])
+    with contextlib.suppress(SystemExit):
+        assert run(tmp_path, tmp_path / "out", *options) == 2
+    assert f"error: {field}: " in capsys.readouterr().err
+
+
+def test_a_folder_of_other_settings_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "a", "score": 1}])
+    output = tmp_path / "out"
+    assert run(tmp_path / "*.jsonl", output) == 0
+    capsys.readouterr()
+    for change in ("--score-field=score", "--tasks=3", "--workers=1"):
+        if change == "--workers=1":  # and another file
+            write_jsonl(tmp_path / "b.jsonl", [{"text": "b"}])
+        assert run(tmp_path / "*.jsonl", output, change) == 2
+        assert capsys.readouterr().err.startswith(f"error: {output / SETTINGS}: ")
+    (output / SETTINGS).write_text("[1]")
+    with pytest.raises(ValueError, match=SETTINGS):
+        read_settings(output)

@@ -1,0 +1,243 @@
+"""Tokens that ``amo tokenize`` wrote, read as one row.
+
+A folder has ``tokenize.json``, the settings, and the files of ``datatrove`` by task: tokens in
+``00000_unshuffled.ds``, and in ``.ds.index`` the end of each document, in tokens, as uint64. Where
+documents have scores, ``.ds.scores`` holds them as float64. A file has its name from the moment it
+is complete.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import sysconfig
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torchtitan.components.tokenizer import BaseTokenizer
+
+from torchtitan_ext.data.tokenizers import identity
+
+SETTINGS = "tokenize.json"
+OPEN_SHARDS = 128
+"""Shards that are open at a time, each with one file descriptor."""
+INDEX_TAIL = 4096
+"""Bytes at the end of an index by which a corpus is known again."""
+
+Tokens = npt.NDArray[Any]
+
+
+def token_type(vocab_size: int) -> str:
+    """The smallest type that holds every token, as ``datatrove`` selects it."""
+    return "<u2" if vocab_size <= 2**16 else "<u4"
+
+
+def shard_path(folder: Path, task: int) -> Path:
+    """File with the tokens of a task."""
+    return folder / f"{task:05d}_unshuffled.ds"
+
+
+def read_settings(folder: Path) -> dict[str, Any] | None:
+    """Settings of a folder; ``None`` where there are none.
+
+    Raises:
+        ValueError: If they cannot be understood.
+    """
+    path = folder / SETTINGS
+    try:
+        settings = json.loads(path.read_text())
+        if {"tokenizer", "tasks", "score_field"} <= settings.keys():
+            return dict(settings)
+    except FileNotFoundError:
+        return None
+    except (AttributeError, ValueError, RecursionError):
+        pass
+    raise ValueError(f"{path}: found no settings, expected those that `amo tokenize` wrote")
+
+
+class Corpus:
+    """Documents in shards, as one row of tokens.
+
+    Args:
+        shards: Names of the shards.
+        read: Function that returns all tokens of a shard.
+        sizes: Tokens of each piece; the pieces are the shards, or documents by their scores.
+        shard_of: Shard of each piece.
+        offsets: Place of each piece in its shard.
+        digest: Hexadecimal digest that tells the corpus from others.
+        vocab_size: Tokens of the tokenizer.
+
+    Attributes:
+        num_tokens: Tokens of all documents, end tokens included.
+        digest: As the argument.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[object],
+        read: Callable[[int], Tokens],
+        sizes: npt.NDArray[np.int64],
+        shard_of: npt.NDArray[np.int64],
+        offsets: npt.NDArray[np.int64],
+        digest: str,
+        vocab_size: int,
+    ) -> None:
+        self._shards, self._read = shards, read
+        self._ends, self._shard_of, self._offsets = np.cumsum(sizes), shard_of, offsets
+        self.num_tokens = int(sizes.sum())
+        self.digest = digest
+        self._vocab_size = vocab_size
+
+    def num_sequences(self, seq_len: int) -> int:
+        """Sequences of ``seq_len`` tokens, each with a label: no token is the label of two."""
+        return max(0, (self.num_tokens - 1) // seq_len)
+
+    def sequence(self, number: int, seq_len: int) -> Tokens:
+        """The tokens of a sequence and the one that follows it: (seq_len + 1,) int64.
+
+        Raises:
+            ValueError: A token is none of the tokenizer's; names the shard.
+        """
+        start = number * seq_len
+        stop = start + seq_len + 1
+        parts = []
+        piece = int(np.searchsorted(self._ends, start, side="right"))
+        while start < stop:
+            first = int(self._ends[piece - 1]) if piece else 0
+            begin = int(self._offsets[piece]) + start - first
+            take = min(stop, int(self._ends[piece])) - start
+            shard = int(self._shard_of[piece])
+            part = self._read(shard)[begin : begin + take].astype(np.int64)
+            if part.max() >= self._vocab_size:
+                raise ValueError(
+                    f"{self._shards[shard]}: found token {part.max()}, expected less than "
+                    f"{self._vocab_size}: the file is damaged"
+                )
+            parts.append(part)
+            start, piece = start + take, piece + 1
+        return np.concatenate(parts)
+
+
+def open_packed(folder: str, tokenizer: BaseTokenizer, order: str = "uniform") -> Corpus:
+    """The corpus in a folder.
+
+    Args:
+        folder: Folder given to ``amo tokenize``.
+        tokenizer: Tokenizer of the run.
+        order: ``uniform`` leaves documents where they are; ``ascend`` and ``descend`` sort them by
+            score, those of one score in the order of the corpus.
+
+    Raises:
+        ValueError: If there is none, another tokenizer made it, or a shard is missing or damaged.
+    """
+    root = Path(folder).expanduser()
+    settings = read_settings(root)
+    if settings is None:
+        raise ValueError(
+            f"dataloader.dataset_path: no {SETTINGS} in {folder!r}, expected a folder that "
+            "`amo tokenize` made"
+        )
+    if (kind := identity(tokenizer)) != settings["tokenizer"]:
+        raise ValueError(
+            f"tokenizer.kind: found {kind}, expected {settings['tokenizer']}, which made the "
+            f"tokens in {folder}"
+        )
+    sorts = order != "uniform"
+    if sorts and not settings["score_field"]:
+        raise ValueError(
+            f"dataloader.order: found {order!r}, expected 'uniform' for {folder!r}, which was "
+            "tokenized without scores (`amo tokenize --score-field`)"
+        )
+    vocab_size = tokenizer.get_vocab_size()
+    type_ = token_type(vocab_size)
+    digest = hashlib.sha256(kind.encode())
+    paths, ends_by_shard = [], []
+    for task in range(settings["tasks"]):
+        path = shard_path(root, task)
+        ends = _document_ends(path, np.dtype(type_).itemsize, sorts)
+        digest.update(ends[-INDEX_TAIL // 8 :].tobytes())
+        if len(ends):  # A task may have no documents.
+            paths.append(path)
+            ends_by_shard.append(ends)
+
+    @functools.lru_cache(OPEN_SHARDS)
+    def read(shard: int) -> Tokens:
+        return np.memmap(paths[shard], type_, mode="r")
+
+    shard_of = np.arange(len(paths))
+    offsets = np.zeros(len(paths), np.int64)
+    sizes = np.array([ends[-1] for ends in ends_by_shard], np.int64)
+    if sorts:
+        scores = np.concatenate(list(map(_scores, paths, ends_by_shard)))
+        places = np.argsort(-scores if order == "descend" else scores, kind="stable")
+        sizes_by_shard = [np.diff(ends, prepend=0) for ends in ends_by_shard]
+        shard_of = np.repeat(shard_of, [len(ends) for ends in ends_by_shard])[places]
+        sizes = np.concatenate(sizes_by_shard)[places]
+        offsets = np.concatenate(ends_by_shard)[places] - sizes
+    return Corpus(paths, read, sizes, shard_of, offsets, digest.hexdigest()[:16], vocab_size)
+
+
+def _document_ends(path: Path, token_size: int, whole: bool) -> npt.NDArray[np.int64]:
+    """The ends of the last documents of a shard, or of all if ``whole``."""
+    index = path.with_name(f"{path.name}.index")
+    try:
+        size, index_size = path.stat().st_size, index.stat().st_size
+        skipped = 0 if whole else max(0, index_size - INDEX_TAIL)
+        ends = np.fromfile(index, "<u8", offset=skipped).astype(np.int64)
+    except OSError as error:
+        raise ValueError(
+            f"{error.filename}: found no such file, expected it when tokenizing is complete; the "
+            "same `amo tokenize` goes on"
+        ) from None
+    num_tokens = int(ends[-1]) if len(ends) else 0
+    if size != num_tokens * token_size or index_size % 8 or (np.diff(ends) < 1).any():
+        _fail_damaged(path, f"{size} bytes, and {num_tokens} tokens in its index")
+    return ends
+
+
+def _scores(path: Path, ends: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    scores = np.fromfile(path.with_name(f"{path.name}.scores"), "<f8")
+    if len(scores) != len(ends):
+        _fail_damaged(path, f"{len(scores)} scores of {len(ends)} documents")
+    return scores
+
+
+def _fail_damaged(path: Path, problem: str) -> None:
+    task = path.name.partition("_")[0]
+    raise ValueError(
+        f"{path}: found {problem}: the file is damaged; delete it and "
+        f"{path.parent / 'logs' / 'completions' / task}, and the same `amo tokenize` makes it again"
+    )
+
+
+def standard_library(tokenizer: Any) -> Corpus:
+    """The sources of Python's standard library: real text on every machine, held in memory.
+
+    Installed packages are left out.
+    """
+    root = sysconfig.get_path("stdlib")
+    paths = []
+    for folder, subfolders, names in os.walk(root):
+        left_out = {"site-packages", "dist-packages", "__pycache__"}
+        subfolders[:] = [n for n in subfolders if n not in left_out and not n.startswith(".")]
+        paths += [Path(folder, n) for n in names if n.endswith(".py") and not n.startswith(".")]
+    texts = []
+    for path in sorted(paths):
+        try:
+            text = path.read_bytes().decode()
+        except UnicodeDecodeError:  # Some tests of Python have other encodings.
+            continue
+        if text and not text.isspace():
+            texts.append(text)
+    vocab_size = tokenizer.get_vocab_size()
+    type_ = token_type(vocab_size)
+    tokens = np.concatenate([np.asarray(d, type_) for d in tokenizer.encode_documents(texts)])
+    digest = hashlib.sha256(tokens.tobytes()).hexdigest()[:16]
+    one = np.zeros(1, np.int64)
+    sizes = np.array([len(tokens)])
+    return Corpus([root], lambda _: tokens, sizes, one, one, digest, vocab_size)
