@@ -175,7 +175,7 @@ def owned_batches(
     return [
         (count, shape)
         for bucket in (*plan.local, *plan.buckets)
-        for shape, count in Counter(job.shape for job in bucket.jobs).items()
+        for shape, count in Counter(matrices[index].shape for index in bucket.owned).items()
     ]
 
 

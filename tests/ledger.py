@@ -94,4 +94,5 @@ def sent_by_plan(plan: ExchangePlan) -> dict[int, Volume]:
                 gathered=count_elements(bucket.to_owners[place]),
                 delivered=count_elements(bucket.to_holders[place]),
             )
+    totals.pop(plan.rank, None)  # nothing travels
     return {peer: volume for peer, volume in totals.items() if volume.elements}

@@ -1,4 +1,4 @@
-"""Buckets: matrices that travel together, their buffers, and the collectives that move them.
+"""Buckets: matrices that travel together, their memory, and the collectives that move them.
 
 This is the one module that moves matrices. It knows nothing of what is computed with them.
 """
@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 
 from amo_dist.distributed.layout import Matrix, Region, as_matrix
-from amo_dist.distributed.plan import BucketPlan, ExchangePlan, count_elements
+from amo_dist.distributed.plan import BucketPlan, ByPeer, ExchangePlan, Held, count_elements
 
 BUCKETS_IN_FLIGHT = 2
 """Buckets whose buffers are in use at once: bucket k takes those of bucket k - 2."""
@@ -24,8 +25,15 @@ _ALIGNMENT = 64
 """Elements. Each whole matrix starts at a multiple of this, aligned like a tensor of its own: the
 bits of a product may depend on that."""
 
-Piece = TypeVar("Piece")
-"""The caller's own type of a region on this rank, bound to its place in a buffer."""
+
+class Place(NamedTuple):
+    """The place of a region in a bucket's memory."""
+
+    matrix: int
+    """Index of the matrix."""
+    region: Region
+    tensor: Tensor
+    """View ``(m, n)`` of the memory."""
 
 
 class _Packed(NamedTuple):
@@ -35,94 +43,84 @@ class _Packed(NamedTuple):
     """Bytes of all regions, 1-D."""
     sizes: list[int]
     """Bytes by peer."""
-    views: list[Tensor]
-    """View of each region, ``(m, n)``."""
+    places: list[Place]
 
 
-class Bucket(Generic[Piece]):
-    """Matrices that travel together, on one rank; its buffers serve step after step.
+class Bucket:
+    """Matrices that travel together, on one rank; its memory serves step after step.
 
-    A step fills the places of ``sent`` and calls `start_gather`; later it fills those of ``kept``
-    and calls `finish_gather`. It then computes ``wholes`` in place, and calls `start_scatter`. The
-    places of ``kept`` now hold results; after `finish_scatter` those of ``returned`` do, too.
+    A step fills the places of ``outgoing``, gathers, computes ``wholes`` in place, scatters, and
+    reads the places of ``incoming``. If a bucket does not travel, both are places in ``wholes``.
 
     Collectives start behind the work that the current stream already has, and waiting for one holds
-    back later work of that stream, not the host: so shared buffers are safe on CUDA, too. After an
+    back later work of that stream, not the host: so shared memory is safe on CUDA, too. After an
     exception, safety rests on NCCL, which keeps the buffers of running collectives alive.
 
     Attributes:
-        jobs: Jobs of this rank.
-        wholes: Matrix of each job, ``(m, n)``; buckets share this memory.
-        kept: Pieces of ``wholes`` that this rank holds itself.
-        sent: Pieces whose momentum this rank sends to owners.
-        returned: Pieces whose results this rank receives.
+        owned: Indices of the matrices that this rank owns.
+        wholes: The owned matrices, ``(m, n)``; buckets share this memory.
+        outgoing: Places of the momentum that this rank sends to owners, itself among them.
+        incoming: Places of the results that owners send to this rank.
         moves: Whether anything travels.
-        batches: Positions in ``jobs`` of matrices to compute together; the caller's own.
     """
 
     def __init__(
         self,
         plan: BucketPlan,
-        shapes: Sequence[tuple[int, int]],
+        matrices: Sequence[Matrix],
         memory: Tensor,
-        buffers: Sequence[_Packed],
-        make_piece: Callable[[int, Region, Tensor], Piece],
+        sides: Sequence[_Packed],
         group: dist.ProcessGroup | None,
-        *,
-        moves: bool,
     ) -> None:
-        self.jobs, self.moves, self._group = plan.jobs, moves, group
-        self.batches: dict[Any, list[int]] = {}
+        self.owned, self.moves, self._group = plan.owned, bool(sides), group
+        shapes = [matrices[index].shape for index in plan.owned]
         starts = itertools.accumulate(map(_space, shapes), initial=0)
         self.wholes = [
             memory[start : start + math.prod(shape)].view(shape)
             for shape, start in zip(shapes, starts, strict=False)
         ]
-        whole_of = {job.matrix: x for job, x in zip(plan.jobs, self.wholes, strict=True)}
+        whole_by_matrix = dict(zip(plan.owned, self.wholes, strict=True))
 
-        def in_whole(matrix: int, region: Region) -> Tensor:
-            """The view of a region in its matrix."""
-            (top, bottom), (left, right) = region.target
-            return whole_of[matrix][top:bottom, left:right]
+        def in_wholes(by_peer: ByPeer) -> list[Place]:
+            """The places of regions in their matrices."""
+            places = []
+            for matrix, region in _flat(by_peer):
+                (top, bottom), (left, right) = region.target
+                view = whole_by_matrix[matrix][top:bottom, left:right]
+                places.append(Place(matrix, region, view))
+            return places
 
-        self._momentum_out, self._momentum_in, self._results_out, self._results_in = buffers
-        self.kept = [make_piece(*held, in_whole(*held)) for held in plan.kept]
-        self.sent = [
-            make_piece(*held, view)
-            for held, view in zip(_flat(plan.to_owners), self._momentum_out.views, strict=True)
-        ]
-        self.returned = [
-            make_piece(*held, view)
-            for held, view in zip(_flat(plan.from_owners), self._results_in.views, strict=True)
-        ]
-        self._arrivals = [in_whole(*held) for held in _flat(plan.from_holders)]
-        self._departures = [in_whole(*held) for held in _flat(plan.to_holders)]
-        self._work: Any = None
-
-    def start_gather(self) -> None:
-        """Start to send the momentum in ``sent`` to its owners."""
         if self.moves:
-            self._work = self._exchange(self._momentum_out, self._momentum_in)
+            self._momentum_out, self._momentum_in, self._results_out, self._results_in = sides
+            self._arrivals = [place.tensor for place in in_wholes(plan.from_holders)]
+            self._departures = [place.tensor for place in in_wholes(plan.to_holders)]
+            self.outgoing, self.incoming = self._momentum_out.places, self._results_in.places
+        else:
+            self.outgoing, self.incoming = in_wholes(plan.to_owners), in_wholes(plan.from_owners)
 
-    def finish_gather(self) -> None:
-        """Wait for the momentum of this rank's jobs, and put it into ``wholes``."""
+    def gather(self) -> Iterator[None]:
+        """Send the momentum in ``outgoing`` into the ``wholes`` of owners; pauses on its way."""
         if self.moves:
-            self._work.wait()
-            if self._arrivals:
-                torch._foreach_copy_(self._arrivals, self._momentum_in.views)
+            with record_function("amo::gather"):
+                work = self._exchange(self._momentum_out, self._momentum_in)
+            yield
+            with record_function("amo::gather"):
+                work.wait()
+                if self._arrivals:
+                    parts = [place.tensor for place in self._momentum_in.places]
+                    torch._foreach_copy_(self._arrivals, parts)
 
-    def start_scatter(self) -> None:
-        """Start to send results from ``wholes`` back to the ranks that hold their pieces."""
+    def scatter(self) -> Iterator[None]:
+        """Send the results in ``wholes`` back, into ``incoming``; pauses on their way."""
         if self.moves:
-            if self._departures:
-                torch._foreach_copy_(self._results_out.views, self._departures)
-            self._work = self._exchange(self._results_out, self._results_in)
-
-    def finish_scatter(self) -> None:
-        """Wait for the results in ``returned``."""
-        if self.moves:
-            self._work.wait()
-            self._work = None
+            with record_function("amo::scatter"):
+                if self._departures:
+                    parts = [place.tensor for place in self._results_out.places]
+                    torch._foreach_copy_(parts, self._departures)
+                work = self._exchange(self._results_out, self._results_in)
+            yield
+            with record_function("amo::scatter"):
+                work.wait()
 
     def _exchange(self, send: _Packed, receive: _Packed) -> Any:
         """Start a ragged all-to-all without padding; bytes, so that every backend takes it."""
@@ -139,45 +137,37 @@ class Bucket(Generic[Piece]):
 def make_buckets(
     plan: ExchangePlan,
     matrices: Sequence[Matrix],
-    make_piece: Callable[[int, Region, Tensor], Piece],
     *,
     group: dist.ProcessGroup | None,
     device: torch.device,
     dtype: torch.dtype,
-) -> list[Bucket[Piece]]:
-    """Allocate the buffers of a plan, and lay its buckets out in them; communicates nothing.
+) -> list[Bucket]:
+    """Allocate the memory of a plan, and lay its buckets out in it; communicates nothing.
 
     After a step that failed this is done anew: what is still under way must not arrive in the
-    buffers of a later step.
+    memory of a later step.
 
     Args:
         plan: Plan of this rank; it fixes the order of collectives, the same on all peers.
-        matrices: All matrices; jobs index them.
-        make_piece: Called with the index of a matrix, a region, and its place ``(m, n)``.
+        matrices: Matrices, which the plan indexes.
         group: Process group of the plan's peers; None on a single rank.
-        device: Device of the buffers.
+        device: Device of the memory.
         dtype: Dtype in which matrices travel.
 
     Returns:
         Local buckets first, then those that travel.
     """
     plans = [*plan.local, *plan.buckets]
-    fields = ("to_owners", "from_holders", "to_holders", "from_owners")
-    sides = [_pack([getattr(p, field) for p in plans], dtype, device) for field in fields]
-    shapes = [[matrices[job.matrix].shape for job in p.jobs] for p in plans]
-    size = max((sum(map(_space, part)) for part in shapes), default=0)
+    size = max((sum(_space(matrices[i].shape) for i in p.owned) for p in plans), default=0)
     memory = torch.empty(size, dtype=dtype, device=device)
-    return [
-        Bucket(p, part, memory, buffers, make_piece, group, moves=number >= len(plan.local))
-        for number, (p, part, *buffers) in enumerate(zip(plans, shapes, *sides, strict=True))
-    ]
+    fields = ("to_owners", "from_holders", "to_holders", "from_owners")
+    sides = [_pack([getattr(p, field) for p in plan.buckets], dtype, device) for field in fields]
+    local = [Bucket(p, matrices, memory, (), None) for p in plan.local]
+    sides_by_bucket = zip(plan.buckets, *sides, strict=True)
+    return local + [Bucket(p, matrices, memory, own, group) for p, *own in sides_by_bucket]
 
 
-def _pack(
-    transfers: Sequence[Sequence[Sequence[tuple[int, Region]]]],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> list[_Packed]:
+def _pack(transfers: Sequence[ByPeer], dtype: torch.dtype, device: torch.device) -> list[_Packed]:
     """One side of the transfers of all buckets, which take turns in two buffers."""
     sizes = [[dtype.itemsize * count_elements(held) for held in by_peer] for by_peer in transfers]
     totals = list(map(sum, sizes))
@@ -190,14 +180,17 @@ def _pack(
     packed = []
     for index, by_peer in enumerate(transfers):
         memory = slots[index % BUCKETS_IN_FLIGHT][: totals[index]]
-        shapes = [region.source_shape for _, region in _flat(by_peer)]
-        flat = memory.view(dtype).split([math.prod(shape) for shape in shapes])
-        views = [as_matrix(part.view(shape)) for part, shape in zip(flat, shapes, strict=True)]
-        packed.append(_Packed(memory, sizes[index], views))
+        regions = list(_flat(by_peer))
+        parts = memory.view(dtype).split([region.num_elements for _, region in regions])
+        places = [
+            Place(matrix, region, as_matrix(part.view(region.source_shape)))
+            for (matrix, region), part in zip(regions, parts, strict=True)
+        ]
+        packed.append(_Packed(memory, sizes[index], places))
     return packed
 
 
-def _flat(by_peer: Sequence[Sequence[tuple[int, Region]]]) -> Iterator[tuple[int, Region]]:
+def _flat(by_peer: ByPeer) -> Iterator[Held]:
     return itertools.chain.from_iterable(by_peer)
 
 

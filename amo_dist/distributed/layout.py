@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from amo_dist.compat import StridedShard
+from amo_dist.compat import StridedShard, local_of
 from amo_dist.config import Box
 
 Interval = tuple[int, int]
@@ -74,6 +74,15 @@ class Region:
         """Elements in the box."""
         return math.prod(self.source_shape)
 
+    @functools.cached_property
+    def _slices(self) -> tuple[slice, ...]:
+        return tuple(slice(start, stop) for start, stop in self.source)
+
+    def view(self, local: torch.Tensor) -> torch.Tensor:
+        """The region of a local tensor, as a matrix ``(m, n)``; shares memory."""
+        box = local if self.source_shape == local.shape else local[self._slices]
+        return box if box.dim() == 2 else box.view(box.shape[-2:])
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Matrix:
@@ -106,11 +115,7 @@ class Matrix:
 
     def num_held(self, rank: int) -> int:
         """Elements of the matrix that ``rank`` holds."""
-        return sum(region.num_elements for region in self.regions_of(rank))
-
-    def regions_of(self, rank: int) -> tuple[Region, ...]:
-        """Regions of the matrix that ``rank`` holds."""
-        return self.regions_by_rank.get(rank, ())
+        return sum(region.num_elements for region in self.regions_by_rank.get(rank, ()))
 
 
 def _chunk(intervals: Sequence[Interval], num_chunks: int, index: int) -> tuple[Interval, ...]:
@@ -261,8 +266,8 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a DTensor, or the tensor itself; shares memory, needs no gradient."""
     if not isinstance(tensor, DTensor):
         return tensor.detach() if tensor.requires_grad else tensor
-    with torch.no_grad():
-        return tensor.to_local()
+    local: torch.Tensor = local_of(tensor)
+    return local
 
 
 def zeros_per_slice(param: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:

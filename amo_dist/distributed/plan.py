@@ -24,19 +24,17 @@ ByPeer: TypeAlias = tuple[tuple[Held, ...], ...]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BucketPlan:
-    """Matrices that travel together, seen from one rank. A rank sends nothing to itself.
+    """Matrices that travel together, seen from one rank, which is among its own peers.
 
     Attributes:
-        jobs: Jobs of this rank.
-        kept: Regions of its jobs' matrices that this rank holds itself; they travel nowhere.
+        owned: Indices of the matrices that this rank owns.
         to_owners: Momentum that this rank sends to owners.
         from_holders: Momentum that this rank receives as an owner.
         to_holders: Results that this rank sends as an owner.
         from_owners: Results that this rank receives.
     """
 
-    jobs: tuple[Job, ...]
-    kept: tuple[Held, ...]
+    owned: tuple[int, ...]
     to_owners: ByPeer
     from_holders: ByPeer
     to_holders: ByPeer
@@ -48,24 +46,27 @@ class ExchangePlan:
     """All buckets of one set of ranks, seen from one of them.
 
     Attributes:
+        rank: The rank from which they are seen.
         peers: Global ranks, in the order of the process group.
         buckets: Buckets that travel: the same number, in the same order, on every peer.
         local: This rank's buckets of matrices that need no communication.
         digest: Hash that is equal on all peers if and only if their plans fit together.
     """
 
+    rank: int
     peers: tuple[int, ...]
     buckets: tuple[BucketPlan, ...]
     local: tuple[BucketPlan, ...]
     digest: str
 
     def num_sent(self) -> Counter[int]:
-        """Elements that this rank sends to each peer in a step, in both directions."""
+        """Elements that this rank sends to each other peer in a step, in both directions."""
         sent = Counter[int]()
         for bucket in self.buckets:
             for regions_by_peer in (bucket.to_owners, bucket.to_holders):
                 counts = map(count_elements, regions_by_peer)
                 sent.update(dict(zip(self.peers, counts, strict=True)))
+        del sent[self.rank]
         return +sent
 
 
@@ -97,6 +98,7 @@ def plan_exchange(
         lines.append("bucket")
         lines += [f"{matrices[job.matrix].key} by {job.owner}" for job in group]
     return ExchangePlan(
+        rank=rank,
         peers=tuple(peers),
         buckets=tuple(_plan_bucket(matrices, rank, peers, group) for group in moving_groups),
         local=tuple(_plan_bucket(matrices, rank, peers, group) for group in local_groups),
@@ -128,31 +130,25 @@ def _group(jobs: Sequence[Job], matrices: Sequence[Matrix], most_elements: int) 
 def _plan_bucket(
     matrices: Sequence[Matrix], rank: int, peers: Sequence[int], jobs: Sequence[Job]
 ) -> BucketPlan:
-    by_owner: dict[int, list[Job]] = defaultdict(list)
+    jobs_by_owner: dict[int, list[Job]] = defaultdict(list)
     for job in jobs:
-        by_owner[job.owner].append(job)
+        jobs_by_owner[job.owner].append(job)
 
     def travelling(owner: int, holder: int, role: str) -> tuple[Held, ...]:
         """Regions that travel between an owner and a rank of its ``sources`` or ``targets``."""
-        # An owner is among both of its own matrices, but sends itself nothing.
-        owned = by_owner[owner] if owner != holder else []
-        return _held(matrices, [job for job in owned if holder in getattr(job, role)], holder)
+        return tuple(
+            (job.matrix, region)
+            for job in jobs_by_owner[owner]
+            if holder in getattr(job, role)
+            for region in matrices[job.matrix].regions_by_rank.get(holder, ())
+        )
 
-    own = tuple(by_owner[rank])
     return BucketPlan(
-        jobs=own,
-        kept=_held(matrices, own, rank),
+        owned=tuple(job.matrix for job in jobs_by_owner[rank]),
         to_owners=tuple(travelling(peer, rank, "sources") for peer in peers),
         from_holders=tuple(travelling(rank, peer, "sources") for peer in peers),
         to_holders=tuple(travelling(rank, peer, "targets") for peer in peers),
         from_owners=tuple(travelling(peer, rank, "targets") for peer in peers),
-    )
-
-
-def _held(matrices: Sequence[Matrix], jobs: Sequence[Job], rank: int) -> tuple[Held, ...]:
-    """Regions that a rank holds of the matrices that these jobs compute, job after job."""
-    return tuple(
-        (job.matrix, region) for job in jobs for region in matrices[job.matrix].regions_of(rank)
     )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from amo_dist.engine.hyperparameters import learning_rate
-from amo_dist.engine.parameters import Param
+from amo_dist.engine.parameters import LocalParam
 from amo_dist.kernels.rounding import ROUNDED_OFF, master_weight
 
 
@@ -32,10 +32,7 @@ def make_state(param: Tensor, dtype: torch.dtype | None = None) -> dict[str, Ten
 
 
 def adamw_step(
-    params: Sequence[Param],
-    grads: Sequence[Tensor | None],
-    groups: Sequence[Mapping[str, Any]],
-    bad: Tensor | None = None,
+    params: Sequence[LocalParam], groups: Sequence[Mapping[str, Any]], bad: Tensor | None = None
 ) -> None:
     """Update the parameters without matrices, in place; a shard gets the bits of the whole.
 
@@ -44,30 +41,33 @@ def adamw_step(
 
     Args:
         params: Parameters of this process, with state as `make_state` made it.
-        grads: Local gradient of each parameter; None for a parameter to skip.
         groups: Parameter groups with ``lr``, ``lr_multiplier``, ``betas``, ``eps`` and
             ``weight_decay``.
         bad: Verdict, 0-dim, boolean, on the device: if true, nothing changes.
     """
-    batches: dict[Hashable, list[tuple[Param, Tensor]]] = defaultdict(list)
-    for param, grad in zip(params, grads, strict=True):
-        if not param.views and grad is not None:
+    batches: dict[Hashable, list[tuple[LocalParam, Tensor]]] = defaultdict(list)
+    for local in params:
+        if not local.param.views and local.grad is not None:
             # A master weight is lent alone: those of all would be a second model in memory.
-            batches[param if ROUNDED_OFF in param.state else param.group].append((param, grad))
-    for pairs in batches.values():
-        group = groups[pairs[0][0].group]
+            key = local if ROUNDED_OFF in local.state else local.param.group
+            batches[key].append((local, local.grad))
+    for batch in batches.values():
+        states = [local.state for local, _ in batch]
+        group = groups[batch[0][0].param.group]
         beta1, beta2 = map(float, group["betas"])
         with contextlib.ExitStack() as stack:
-            lent = (master_weight(p.local, p.state.get(ROUNDED_OFF)) for p, _ in pairs)
-            weights = [stack.enter_context(weight) for weight in lent]
+            weights = [local.weight for local, _ in batch]
+            if ROUNDED_OFF in states[0]:
+                lent = master_weight(weights[0], states[0][ROUNDED_OFF])
+                weights = [stack.enter_context(lent)]
             is_fused = not weights[0].is_cpu
             adamw(
                 weights,
-                [grad.to(weight.dtype) for (_, grad), weight in zip(pairs, weights, strict=True)],
-                [param.state["exp_avg"] for param, _ in pairs],
-                [param.state["exp_avg_sq"] for param, _ in pairs],
+                [grad.to(weight.dtype) for (_, grad), weight in zip(batch, weights, strict=True)],
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
                 [],
-                [param.state["step"] for param, _ in pairs],
+                [state["step"] for state in states],
                 foreach=not is_fused,
                 fused=is_fused,
                 found_inf=None if bad is None else bad.to(torch.float32),

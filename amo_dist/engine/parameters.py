@@ -11,9 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from amo_dist.compat import local_of
 from amo_dist.config import Box
 from amo_dist.distributed.layout import (
     Matrix,
@@ -59,8 +57,6 @@ class Param:
         group: Index of its parameter group.
         views: Its matrices; empty for a parameter that AdamW trains.
         layout: Ranks that hold its elements.
-        local: This rank's part, `flattened` to two dims for a convolution; shares memory.
-        state: This rank's part of each state tensor by name, in the same form.
     """
 
     name: str
@@ -68,8 +64,6 @@ class Param:
     group: int
     views: tuple[MatrixView, ...]
     layout: TensorLayout
-    local: Tensor
-    state: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     is_convolution: bool = dataclasses.field(init=False)
     """Whether its three to five dims are one matrix."""
 
@@ -84,88 +78,91 @@ class Param:
             return tuple(range(1 - num_dims, 0))
         return (-num_dims,) if self.is_convolution else (-1 - output_dim,)
 
-    def bind(self, state: Mapping[str, Tensor]) -> None:
-        """Take the local tensors of the parameter and of its state anew."""
-        local = local_tensor(self.tensor)
-        own = {name: local_tensor(value) for name, value in state.items()}
-        if self.is_convolution:
-            local, own = flattened(local), {name: flattened(x) for name, x in own.items()}
-        self.local, self.state = local, own
 
+class LocalParam:
+    """This rank's part of a parameter, for the length of one step.
 
-@dataclasses.dataclass(slots=True, eq=False)
-class Piece:
-    """A box of one matrix on this rank. All its tensors have the box's shape.
+    Who offloads or replaces parameters or state between steps frees them at once, because nothing
+    holds their local tensors longer. Those of a convolution are
+    `flattened` to two dims.
+
+    Args:
+        param: The parameter.
+        state: Its state, by name.
+        grad: Local gradient; None if the step passes the parameter over.
 
     Attributes:
-        matrix: The whole matrix: name, shape, which rank holds what.
-        box: Box ``((first row, end), (first column, end))`` in the matrix.
-        weight: This box of the parameter before the step; read only.
-        momentum: This box of the momentum; read only.
-        state: This box of each state tensor of the rule, by name; 0-dim for those of
-            `UpdateRule.scalar_state`. A rule replaces values in this dict, never in place.
+        weight: Local tensor of the parameter; shares memory with it.
+        state: Local tensor of each state tensor, by name.
     """
 
-    matrix: Matrix
-    region: Region
-    view_index: int
-    """Index of the matrix among those of its parameter."""
-    scale: float
-    """Factor on the update beside the learning rate."""
-    param: Param
-    groups: Sequence[Mapping[str, Any]]
-    """All parameter groups of the optimizer."""
-    place: Tensor
-    """Place in a bucket, ``(m, n)``: of the momentum before Newton-Schulz, of the result after."""
-    weight: Tensor = dataclasses.field(init=False)
-    momentum: Tensor = dataclasses.field(init=False)
-    state: dict[str, Tensor] = dataclasses.field(init=False, default_factory=dict)
-    _slices: tuple[slice, ...] | None = dataclasses.field(init=False, default=None)
-    """Slices of the region in a local tensor; None if it is all of it."""
+    def __init__(self, param: Param, state: Mapping[str, Tensor], grad: Tensor | None) -> None:
+        self.param, self.grad = param, grad
+        self.weight = local_tensor(param.tensor)
+        self.state = {name: local_tensor(value) for name, value in state.items()}
+        if param.is_convolution:
+            self.weight = flattened(self.weight)
+            self.state = {name: flattened(value) for name, value in self.state.items()}
 
-    def bind(self) -> None:
-        """Take the views of the parameter and of its momentum anew."""
-        local, source = self.param.local, self.region.source
-        is_whole = self.region.source_shape == tuple(local.shape)
-        self._slices = None if is_whole else tuple(slice(*edge) for edge in source)
-        self.weight, self.momentum = self.of(local), self.of(self.param.state[MOMENTUM])
 
-    def of(self, local: Tensor) -> Tensor:
-        """View ``(m, n)`` of this piece in a tensor of the local parameter's shape."""
-        box = local if self._slices is None else local[self._slices]
-        return box if box.dim() == 2 else box.view(box.shape[-2:])
+class Piece:
+    """A box of one matrix on this rank, for the length of one step. Its tensors have its shape.
+
+    Args:
+        matrix: The whole matrix: name, shape, which rank holds what.
+        region: Region of it in the local parameter.
+        scale: Factor on the update beside the learning rate.
+        group: Parameter group, with the rule's own hyperparameters.
+        local: The local parameter.
+        view_index: Index of the matrix among those of its parameter.
+
+    Attributes:
+        weight: This box of the parameter before the step; read only.
+        momentum: This box of the momentum; read only.
+        state: This box of each state tensor of the rule, by name, for `UpdateRule.post`; 0-dim for
+            those of `UpdateRule.scalar_state`. A rule replaces values in this dict, never in place.
+    """
+
+    state: dict[str, Tensor]
+
+    def __init__(
+        self,
+        matrix: Matrix,
+        region: Region,
+        scale: float,
+        group: Mapping[str, Any],
+        local: LocalParam,
+        view_index: int,
+    ) -> None:
+        self.matrix, self.region, self.scale, self.group = matrix, region, scale, group
+        self.local, self.view_index = local, view_index
+        self.weight = region.view(local.weight)
+        self.momentum = region.view(local.state[MOMENTUM])
 
     @property
     def remainder(self) -> Tensor | None:
         """This box of what rounding took off the parameter; None without a master weight."""
-        remainder = self.param.state.get(ROUNDED_OFF)
-        return None if remainder is None else self.of(remainder)
+        remainder = self.local.state.get(ROUNDED_OFF)
+        return None if remainder is None else self.region.view(remainder)
 
-    def own_state(self) -> dict[str, Tensor]:
+    def stored_state(self) -> dict[str, Tensor]:
         """Views of the rule's state tensors, by name."""
-        shape = self.param.local.shape
+        box, shape = self.region.source, self.local.weight.shape
         return {
-            name: value[self.view_index]
-            if value.dim() == 1
-            else cut_like(value, self.region.source, shape)
-            for name, value in self.param.state.items()
+            name: value[self.view_index] if value.dim() == 1 else cut_like(value, box, shape)
+            for name, value in self.local.state.items()
             if name not in (MOMENTUM, ROUNDED_OFF)
         }
 
     @property
     def box(self) -> Box:
-        """Box in the matrix."""
+        """Box ``((first row, end), (first column, end))`` in the matrix."""
         return self.region.target
 
     @property
     def dim(self) -> int:
         """Dim of the matrix that counts outputs: 0, or 1 for a parameter fused by columns."""
         return self.matrix.dim
-
-    @property
-    def group(self) -> Mapping[str, Any]:
-        """Parameter group, with the rule's own hyperparameters."""
-        return self.groups[self.param.group]
 
     @property
     def lr(self) -> float | Tensor:
@@ -182,65 +179,50 @@ class Parameters:
         matrices: Matrices; `Matrix.param` indexes ``params``.
         operator_types: Operator type of each matrix.
         tensors: The model's parameters.
-        kinds: Dtype and device of each parameter at construction; the device is the same for all.
-        device: Device of all parameters.
+        device: Device of all parameters at construction.
+        dtypes: Dtype of each parameter at construction.
     """
 
     params: tuple[Param, ...]
     matrices: tuple[Matrix, ...]
     operator_types: tuple[str, ...]
     tensors: tuple[Tensor, ...]
-    kinds: tuple[tuple[torch.dtype, torch.device], ...]
     device: torch.device
+    dtypes: tuple[torch.dtype, ...]
 
     def are_in(self, groups: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether these very tensors are those of the groups, in the same order.
-
-        Raises:
-            ValueError: They are, but were cast or moved in place; names a parameter, what was found
-                and what was expected.
-        """
+        """Whether these very tensors are those of the groups, in the same order."""
         tensors = list[Tensor]()
         for group in groups:
             tensors += group["params"]
-        if len(tensors) != len(self.tensors) or not all(map(operator.is_, tensors, self.tensors)):
-            return False
-        kinds = tuple(map(_kind, tensors))
-        if kinds != self.kinds:
-            for param, kind, expected in zip(self.params, kinds, self.kinds, strict=True):
-                (dtype, device), (old_dtype, old_device) = kind, expected
-                remedy = "cast or move the model before the optimizer is built"
-                before = f"{old_dtype} on {old_device.type}, as at construction: {remedy}"
-                require(kind == expected, param.name, f"{dtype} on {device.type}", before)
-        return True
+        return len(tensors) == len(self.tensors) and all(map(operator.is_, tensors, self.tensors))
 
-    def check_state(self, state: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
-        """Refuse state that lost the momentum or the moments of a parameter.
+    def check(self, state: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
+        """Refuse parameters and state with which no step can be taken.
+
+        Between steps they may lie anywhere, as trainers offload them.
 
         Raises:
-            ValueError: Names a parameter, what was found and what was expected.
+            ValueError: A parameter was cast, moved or reshaped in place, or its state is gone, lies
+                elsewhere or has another shape; names the parameter, found and expected.
         """
-        for param in self.params:
-            own, shape = state.get(param.tensor, {}), param.tensor.shape
+        for param, dtype in zip(self.params, self.dtypes, strict=True):
+            tensor, own = param.tensor, state.get(param.tensor, {})
+            if tensor.dtype != dtype or tensor.device != self.device:
+                raise ValueError(
+                    f"{param.name}: found {tensor.dtype} on {tensor.device.type}, expected {dtype} "
+                    f"on {self.device.type}, as at construction: cast or move the model before the "
+                    "optimizer is built, or back before the step"
+                )
+            if tensor.shape != param.layout.shape:
+                shape = tuple(tensor.shape)
+                require(False, param.name, f"shape {shape}", f"{param.layout.shape}, as before")
             for name in (MOMENTUM,) if param.views else ("exp_avg", "exp_avg_sq"):
-                is_right = name in own and own[name].shape == shape
-                if not is_right:
-                    found = f"shape {tuple(own[name].shape)}" if name in own else "none"
-                    expected = f"{tuple(shape)}: to start anew, build a new optimizer"
-                    require(is_right, f"state of {param.name}.{name}", found, expected)
-
-    def addresses(self, state: Mapping[Tensor, Mapping[str, Tensor]]) -> list[int]:
-        """Addresses of all local tensors of parameters and state; they tell whether any moved."""
-        tensors = [x for param in self.tensors for x in (param, *state[param].values())]
-        return [(local_of(x) if isinstance(x, DTensor) else x).data_ptr() for x in tensors]
-
-    def bind(self, state: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
-        """Take local tensors anew. A view takes the host as long as a launch: they are kept."""
-        for param in self.params:
-            param.bind(state[param.tensor])
-
-
-_kind = operator.attrgetter("dtype", "device")
+                value = own.get(name)
+                if value is None or value.device != self.device or value.shape != tensor.shape:
+                    kind = "none" if value is None else f"{tuple(value.shape)} on {value.device}"
+                    expected = f"{param.layout.shape} on {self.device}, as at construction"
+                    require(False, f"state of {param.name}.{name}", kind, expected)
 
 
 def check_master_weights(parameters: Parameters, bfloat16_params: str) -> None:
@@ -350,7 +332,7 @@ def lay_out(groups: Sequence[Mapping[str, Any]], structure: Structure) -> Parame
         for name, tensor in zip(names, group["params"], strict=True):
             layout = layout_of(tensor, name, structure.replica_ranks)
             views = tuple(structure.views[index].get(name, ()))
-            params.append(Param(name, tensor, index, views, layout, local_tensor(tensor)))
+            params.append(Param(name, tensor, index, views, layout))
     for name, count in Counter(param.name for param in params).items():
         require(count == 1, "params", f"{name} more than once", "unique names")
     first = params[0]
@@ -360,7 +342,7 @@ def lay_out(groups: Sequence[Mapping[str, Any]], structure: Structure) -> Parame
         expected = f"that of {first.name}, {first.tensor.device}"
         require(device == first.tensor.device, param.name, f"device {device}", expected)
         if param.is_convolution:
-            is_flat = param.local.is_contiguous()
+            is_flat = local_tensor(param.tensor).is_contiguous()
             expected = "that of its dims: model.to(memory_format=torch.contiguous_format)"
             require(is_flat, param.name, "a convolution whose memory has another order", expected)
         own = [
@@ -377,8 +359,8 @@ def lay_out(groups: Sequence[Mapping[str, Any]], structure: Structure) -> Parame
         matrices=tuple(matrices),
         operator_types=tuple(view.operator_type for param in params for view in param.views),
         tensors=tensors,
-        kinds=tuple(map(_kind, tensors)),
         device=first.tensor.device,
+        dtypes=tuple(tensor.dtype for tensor in tensors),
     )
 
 

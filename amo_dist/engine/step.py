@@ -35,15 +35,21 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from amo_dist.config import MuonConfig
-from amo_dist.distributed.bucket import BUCKETS_IN_FLIGHT, Bucket, make_buckets
+from amo_dist.distributed.bucket import BUCKETS_IN_FLIGHT, Bucket, Place, make_buckets
 from amo_dist.distributed.layout import Region, flattened, zeros_per_view
 from amo_dist.distributed.ownership import assign
 from amo_dist.distributed.plan import ExchangePlan, plan_exchange
 from amo_dist.distributed.ranks import GroupLike, Membership, check_alike_by_ranks
 from amo_dist.engine.adamw import adamw_step, make_state
 from amo_dist.engine.ballot import Ballots, Verdict
-from amo_dist.engine.hyperparameters import describe_group, learning_rate, momentum_of
-from amo_dist.engine.parameters import MOMENTUM, Parameters, Piece, check_master_weights
+from amo_dist.engine.hyperparameters import describe_group, momentum_of
+from amo_dist.engine.parameters import (
+    MOMENTUM,
+    LocalParam,
+    Parameters,
+    Piece,
+    check_master_weights,
+)
 from amo_dist.engine.rule import UpdateRule
 from amo_dist.engine.staging import bring_down, device_of_matrices, on_host, send_up
 from amo_dist.engine.sums import MatrixSums
@@ -104,17 +110,17 @@ class Orders:
     probes: tuple[Probe, ...] = ()
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class StepContext:
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Step:
     """Everything that belongs to the step at hand.
 
     Attributes:
         number: Optimizer step, counted from 1.
         schedules: Schedule of each matrix of this process.
-        grads: Local gradient of each parameter, or None.
+        params: This rank's part of each parameter.
         momenta: Momentum of each group, and whether it is Nesterov's.
-        bad: 0-dim boolean on the device: if true, nothing may change; None if the host knows that
-            the step is good.
+        skip_mask: 0-dim boolean on the device: if true, nothing may change; None if the host knows
+            that the step is good.
         results: Pieces whose results wait for the rule's `post`.
         outcomes: Names of orthogonalized matrices, and flags of those whose result was NaN or inf.
         norms: Least norm that the exact norm scales in full, and the norms of the results.
@@ -122,9 +128,9 @@ class StepContext:
 
     number: int
     schedules: Sequence[Schedule]
-    grads: list[Tensor | None]
+    params: Sequence[LocalParam]
     momenta: Sequence[tuple[float, bool]]
-    bad: Tensor | None
+    skip_mask: Tensor | None
     results: list[tuple[Piece, Tensor]] = dataclasses.field(default_factory=list)
     outcomes: list[tuple[tuple[str, ...], Tensor]] = dataclasses.field(default_factory=list)
     norms: list[tuple[float, Tensor]] = dataclasses.field(default_factory=list)
@@ -188,18 +194,15 @@ class Engine:
         self._view_indices = [
             index for param in parameters.params for index in range(len(param.views))
         ]
-        self._addresses: list[int] = []
         self._owner_epoch: Hashable = None
-        self._bucket_lists: list[list[Bucket[Piece]]] = []
+        self._bucket_lists: list[list[Bucket]] = []
         """Buckets of each set of ranks that shares matrices with this one."""
         self._sent: Sequence[Mapping[int, int]] = []
         """Elements sent in a step by peer, for each of these sets."""
-        self._schedules: Sequence[Schedule] = ()
-        """Schedules for which the buckets are batched."""
         self._sent_bytes: list[tuple[Mapping[int, int], int]] = []
         """Elements sent in the last step by peer, and bytes of one, for each exchange."""
         self._norms: list[tuple[float, Tensor]] = []
-        """`StepContext.norms` of the last step, for metrics."""
+        """`Step.norms` of the last step, for metrics."""
 
     def make_state(self) -> None:
         """Make zero state for every parameter, so that all ranks have the same keys."""
@@ -264,18 +267,19 @@ class Engine:
             orders: Orders on which all ranks have agreed.
             verdict: Result of `agree`.
         """
-        measured: list[Bucket[Piece]] = []
+        measured: list[Bucket] = []
         measured_sent: Sequence[Mapping[int, int]] = []
         if orders.owner_epoch != self._owner_epoch or orders.probes:
             measured, measured_sent = self._assign_owners(orders)
         self._sent_bytes = [(counts, self._wire.itemsize) for counts in self._sent]
         self._sent_bytes += [(counts, torch.float32.itemsize) for counts in measured_sent]
+        params = [
+            LocalParam(param, self.state[param.tensor], grad)
+            for param, grad in zip(self.parameters.params, verdict.grads, strict=True)
+        ]
         momenta = [momentum_of(group, self.config) for group in self.groups]
-        step = StepContext(
-            orders.step, orders.schedules, list(verdict.grads), momenta, verdict.skip_mask
-        )
+        step = Step(orders.step, orders.schedules, params, momenta, verdict.skip_mask)
         try:
-            self._bind(orders.schedules, measured)
             self._update_momentum(step)
             for bucket in measured:
                 self._measure(step, bucket, orders.probes)
@@ -291,37 +295,31 @@ class Engine:
             self._owner_epoch, self._bucket_lists = None, []
             raise
         self._norms = step.norms
-        self._ballots.report_updates(step.outcomes, step.bad)
+        self._ballots.report_updates(step.outcomes, step.skip_mask)
 
-    def _update_momentum(self, step: StepContext) -> None:
+    def _update_momentum(self, step: Step) -> None:
         """Take this rank's gradients into the momentum."""
         with record_function("amo::momentum"), self._deferring(step, "updating momentum"):
             by_momentum: dict[float, list[tuple[Tensor, Tensor]]] = defaultdict(list)
-            for index, param in enumerate(self.parameters.params):
-                grad = step.grads[index]
-                if not param.views or grad is None:
+            for local in step.params:
+                if not local.param.views or local.grad is None:
                     continue
-                if param.is_convolution:
-                    grad = step.grads[index] = flattened(grad.contiguous())
-                momentum, _ = step.momenta[param.group]
-                by_momentum[momentum].append((param.state[MOMENTUM], grad))
+                if local.param.is_convolution:
+                    local.grad = flattened(local.grad.contiguous())
+                momentum, _ = step.momenta[local.param.group]
+                by_momentum[momentum].append((local.state[MOMENTUM], local.grad))
             for momentum, pairs in by_momentum.items():
                 buffers, grads = map(list, zip(*pairs, strict=True))
-                update_momentum(buffers, grads, momentum, bad=step.bad)
+                update_momentum(buffers, grads, momentum, bad=step.skip_mask)
 
-    def _adamw(self, step: StepContext) -> None:
+    def _adamw(self, step: Step) -> None:
         with record_function("amo::adamw"), self._deferring(step, "AdamW"):
-            adamw_step(
-                self.parameters.params,
-                step.grads,
-                self.groups,
-                step.bad,
-            )
+            adamw_step(step.params, self.groups, step.skip_mask)
 
     def _pipeline(
         self,
-        step: StepContext,
-        buckets: Sequence[Bucket[Piece]],
+        step: Step,
+        buckets: Sequence[Bucket],
         meanwhile: Callable[[], None] | None,
     ) -> None:
         """Run the buckets of one set of ranks to their end, with double buffering.
@@ -354,88 +352,78 @@ class Engine:
         if moving:
             next(moving[-1], None)
 
-    def _bucket(self, step: StepContext, bucket: Bucket[Piece]) -> Iterator[None]:
+    def _bucket(self, step: Step, bucket: Bucket) -> Iterator[None]:
         """One bucket, from momentum to updated parameters; pauses while it travels."""
         with record_function("amo::gather"):
-            self._pack_momentum(step, bucket.sent)
-            bucket.start_gather()
-        yield
-        with record_function("amo::gather"):
-            self._pack_momentum(step, bucket.kept)
-            bucket.finish_gather()
+            self._pack_momentum(step, bucket.outgoing)
+        yield from bucket.gather()
         with record_function("amo::orthogonalize"):
-            for (_, schedule), positions in bucket.batches.items():
-                self._orthogonalize(step, bucket, positions, schedule)
-        with record_function("amo::scatter"):
-            bucket.start_scatter()
-        self._take_results(step, bucket.kept)
-        yield
-        with record_function("amo::scatter"):
-            bucket.finish_scatter()
-        self._take_results(step, bucket.returned)
+            self._orthogonalize(step, bucket)
+        yield from bucket.scatter()
+        self._take_results(step, bucket.incoming)
 
-    def _pack_momentum(self, step: StepContext, pieces: Sequence[Piece]) -> None:
+    def _pack_momentum(self, step: Step, places: Sequence[Place]) -> None:
         """Write the momentum to orthogonalize into its places; NaN if that fails.
 
         A parameter without a gradient sends zeros: the sizes of messages were agreed before.
         """
         with self._deferring(step, "reading momentum"):
-            places = [piece.place for piece in pieces]
-            staging = on_host(places) if self._is_staged else places
+            targets = [place.tensor for place in places]
+            staging = on_host(targets) if self._is_staged else targets
             by_group: dict[int, list[tuple[Piece, Tensor, Tensor]]] = defaultdict(list)
-            for piece, place in zip(pieces, staging, strict=True):
-                grad = step.grads[piece.matrix.param]
-                if grad is None:
-                    place.zero_()
+            for place, target in zip(places, staging, strict=True):
+                piece = self._piece(step, place)
+                if piece.local.grad is None:
+                    target.zero_()
                 else:
-                    by_group[piece.param.group].append((piece, place, piece.of(grad)))
+                    by_group[piece.local.param.group].append((piece, piece.local.grad, target))
             for group, rows in by_group.items():
                 momentum, is_nesterov = step.momenta[group]
-                momenta = [piece.momentum for piece, _, _ in rows]
-                out = [place for _, place, _ in rows]
+                momenta = [piece.momentum for piece, *_ in rows]
+                out = [target for *_, target in rows]
                 if self.rule.has_pre:  # before anything is rounded to travel
                     out = [torch.empty_like(x, dtype=wide_dtype(x.dtype)) for x in momenta]
                 if is_nesterov:
-                    grads = [grad for _, _, grad in rows]
+                    grads = [piece.region.view(grad) for piece, grad, _ in rows]
                     nesterov(momenta, grads, momentum, out=out)
                 else:
                     torch._foreach_copy_(out, momenta)
                 if self.rule.has_pre:
-                    for (piece, place, _), values in zip(rows, out, strict=True):
-                        place.copy_(self.rule.pre(values, piece))
+                    for (piece, _, target), values in zip(rows, out, strict=True):
+                        target.copy_(self.rule.pre(values, piece))
             if self._is_staged:
-                send_up(staging, places)
+                send_up(staging, targets)
             return
-        for piece in pieces:  # reached only if the body has failed
-            piece.place.fill_(math.nan)
+        for place in places:  # reached only if the body has failed
+            place.tensor.fill_(math.nan)
 
-    def _orthogonalize(
-        self, step: StepContext, bucket: Bucket[Piece], positions: Sequence[int], schedule: Schedule
-    ) -> None:
-        """Orthogonalize matrices of one shape and schedule in place; zeros for results not finite.
+    def _orthogonalize(self, step: Step, bucket: Bucket) -> None:
+        """Orthogonalize the matrices of a bucket in place; zeros for results that are not finite.
 
-        If that fails, the results are zeros, and this rank goes on to send them.
+        Those of one shape and schedule are one batch. If one fails, its results are zeros, and this
+        rank goes on to send them.
         """
-        matrices = self.parameters.matrices
-        names = [matrices[bucket.jobs[i].matrix].name for i in positions]
-        wholes = [bucket.wholes[i] for i in positions]
-        # A CPU takes two products of one matrix faster than one product of a batch of two.
-        size = 1 if self.device.type == "cpu" else len(wholes)
-        try:
-            for start in range(0, len(wholes), size):
-                batch = wholes[start : start + size]
-                x = torch.stack(batch) if len(batch) > 1 else batch[0]
+        batches: dict[tuple[object, Schedule], list[tuple[str, Tensor]]] = defaultdict(list)
+        for index, whole in zip(bucket.owned, bucket.wholes, strict=True):
+            matrix, schedule = self.parameters.matrices[index], step.schedules[index]
+            # A CPU takes two products of one matrix faster than one product of a batch of two.
+            kind = index if whole.is_cpu else matrix.shape
+            batches[kind, schedule].append((matrix.name, whole))
+        for (_, schedule), batch in batches.items():
+            names, wholes = map(list, zip(*batch, strict=True))
+            try:
+                x = torch.stack(wholes) if len(wholes) > 1 else wholes[0]
                 results = self._newton_schulz(x, schedule)
                 results = results if results.dim() == 3 else results.unsqueeze(0)
-                step.outcomes.append((tuple(names[start : start + size]), drop_nonfinite(results)))
+                step.outcomes.append((tuple(names), drop_nonfinite(results)))
                 if self.config.update_norm == "exact":
                     least = math.sqrt(min(x.shape[-2:])) / EXACT_NORM_BOUND
                     step.norms.append((least, scale_to_exact_norm(results)))
-                torch._foreach_copy_(batch, results.unbind())
-        except Exception as error:
-            self._report(step, f"orthogonalizing {names[0]}", error)
-            for whole in wholes:
-                whole.zero_()
+                torch._foreach_copy_(wholes, results.unbind())
+            except Exception as error:
+                self._report(step, f"orthogonalizing {names[0]}", error)
+                for whole in wholes:
+                    whole.zero_()
 
     def _newton_schulz(self, x: Tensor, schedule: Schedule) -> Tensor:
         """Newton-Schulz of matrices ``(m, n)`` or ``(b, m, n)``."""
@@ -448,25 +436,25 @@ class Engine:
             library=self._library,
         )
 
-    def _take_results(self, step: StepContext, pieces: Sequence[Piece]) -> None:
+    def _take_results(self, step: Step, places: Sequence[Place]) -> None:
         """Apply results, or keep them for the rule's `post`."""
         with self._deferring(step, "updating matrices"):
-            results = [piece.place for piece in pieces]
+            results = [place.tensor for place in places]
             if self._is_staged:
                 results = bring_down(results)
+            pieces = [self._piece(step, place) for place in places]
             pairs = zip(pieces, results, strict=True)
-            present = [(p, x) for p, x in pairs if step.grads[p.matrix.param] is not None]
+            present = [(piece, x) for piece, x in pairs if piece.local.grad is not None]
             if not self.rule.has_post:
                 self._apply(step, present)
-            elif self._is_staged:
-                step.results += present
-            else:  # the buffer serves the next bucket
-                step.results += [(piece, result.clone()) for piece, result in present]
+                return
+            for piece, result in present:  # the memory of the bucket serves the next one
+                step.results.append((piece, result if self._is_staged else result.clone()))
 
-    def _post(self, step: StepContext) -> None:
+    def _post(self, step: Step) -> None:
         """Apply what the rule makes of all results of this rank; a collective for each sum."""
         if self.rule.scalar_state:
-            step.results += self._empty_pieces(step)
+            step.results.extend(self._empty_results(step))
         pieces = [piece for piece, _ in step.results]
         sums = MatrixSums(
             self.parameters.matrices,
@@ -480,67 +468,63 @@ class Engine:
         with self._deferring(step, "finishing updates"):
             try:
                 for piece in pieces:
-                    piece.state = piece.own_state()
+                    piece.state = piece.stored_state()
                     if self.rule.sets_weights and piece.remainder is not None:
                         piece.weight = piece.weight + piece.remainder
                 with record_function("amo::post"):
                     updates = self.rule.post([x for _, x in step.results], pieces, sums)
             finally:
                 sums.finish()
-                step.results = []
+                step.results.clear()
             for piece in pieces:
-                places = piece.own_state()
-                set_weights(
-                    list(places.values()), [piece.state[name] for name in places], bad=step.bad
-                )
-                if self.rule.sets_weights:
-                    piece.bind()
+                stored = piece.stored_state()
+                new = [piece.state[name] for name in stored]
+                set_weights(list(stored.values()), new, bad=step.skip_mask)
             self._apply(step, list(zip(pieces, updates, strict=True)))
         if sums.error is not None:
             raise sums.error
 
-    def _empty_pieces(self, step: StepContext) -> list[tuple[Piece, Tensor]]:
-        """Pieces without elements of the matrices that this rank shares and holds nothing of."""
-        pairs = []
+    def _empty_results(self, step: Step) -> list[tuple[Piece, Tensor]]:
+        """Results without elements, of the matrices that this rank shares and holds nothing of."""
+        results = []
         for index, matrix in enumerate(self.parameters.matrices):
+            weight = step.params[matrix.param].weight
             is_empty = not matrix.regions_by_rank.get(self._world.rank)
-            if is_empty and step.grads[matrix.param] is not None:
-                param = self.parameters.params[matrix.param]
-                place = param.local.new_empty((0, 0))
-                region = Region(((0, 0),) * param.local.dim(), ((0, 0), (0, 0)))
-                piece = self._make_piece(index, region, place)
-                piece.bind()
-                pairs.append((piece, place))
-        return pairs
+            if is_empty and step.params[matrix.param].grad is not None:
+                region = Region(((0, 0),) * weight.dim(), ((0, 0), (0, 0)))
+                place = Place(index, region, weight.new_empty((0, 0)))
+                results.append((self._piece(step, place), place.tensor))
+        return results
 
-    def _apply(self, step: StepContext, pairs: Sequence[tuple[Piece, Tensor]]) -> None:
+    def _apply(self, step: Step, pairs: Sequence[tuple[Piece, Tensor]]) -> None:
         """Decay pieces of parameters, and subtract their scaled updates; or set new weights."""
         batches: dict[Hashable, list[tuple[Piece, Tensor]]] = defaultdict(list)
         for piece, update in pairs:
             # A master weight is lent alone: those of all would be a second model in memory.
-            key = piece.param.group if piece.remainder is None else piece
+            key = piece if ROUNDED_OFF in piece.local.state else piece.local.param.group
             batches[key].append((piece, update))
-        for members in batches.values():
+        for batch in batches.values():
             with record_function("amo::update"), contextlib.ExitStack() as stack:
-                lent = (master_weight(piece.weight, piece.remainder) for piece, _ in members)
-                weights = [stack.enter_context(weight) for weight in lent]
-                updates = [update for _, update in members]
+                first, updates = batch[0][0], [update for _, update in batch]
+                weights = [piece.weight for piece, _ in batch]
+                if first.remainder is not None:
+                    rounded = first.region.view(first.local.weight)
+                    weights = [stack.enter_context(master_weight(rounded, first.remainder))]
                 if self.rule.sets_weights:
-                    set_weights(weights, updates, bad=step.bad)
+                    set_weights(weights, updates, bad=step.skip_mask)
                     continue
-                group = members[0][0].group
                 apply_update(
                     weights,
                     updates,
-                    lr=learning_rate(group),
-                    weight_decay=float(group["weight_decay"]),
-                    scale=[piece.scale for piece, _ in members],
+                    lr=first.lr,
+                    weight_decay=float(first.group["weight_decay"]),
+                    scale=[piece.scale for piece, _ in batch],
                     cautious=self.config.cautious_decay,
-                    bad=step.bad,
+                    bad=step.skip_mask,
                 )
 
     @contextlib.contextmanager
-    def _deferring(self, step: StepContext, part: str) -> Iterator[None]:
+    def _deferring(self, step: Step, part: str) -> Iterator[None]:
         """Go on if the body fails on this rank alone.
 
         The body must not communicate: a rank that skips a collective leaves the others waiting.
@@ -551,39 +535,19 @@ class Engine:
         except Exception as error:
             self._report(step, part, error)
 
-    def _report(self, step: StepContext, part: str, error: Exception) -> None:
+    def _report(self, step: Step, part: str, error: Exception) -> None:
         if isinstance(error, torch.AcceleratorError):
             raise error  # the device is lost: each later call would fail and be logged in turn
         self._ballots.report_failure(f"step {step.number}: {part}", error)
 
     # ---------------------------------------------------------------- plans and buffers
 
-    def _bind(self, schedules: Sequence[Schedule], measured: Sequence[Bucket[Piece]]) -> None:
-        """Bind pieces anew if local tensors moved, and batch anew if schedules changed."""
-        addresses = self.parameters.addresses(self.state)
-        new = list(measured)
-        if addresses != self._addresses or schedules is not self._schedules:
-            new += [bucket for buckets in self._bucket_lists for bucket in buckets]
-        if addresses != self._addresses:
-            self.parameters.bind(self.state)
-        for bucket in new:
-            for piece in (*bucket.kept, *bucket.sent, *bucket.returned):
-                piece.bind()
-            bucket.batches = defaultdict(list)
-            for position, job in enumerate(bucket.jobs):
-                shape = self.parameters.matrices[job.matrix].shape
-                bucket.batches[shape, schedules[job.matrix]].append(position)
-        self._addresses, self._schedules = addresses, schedules
+    def _piece(self, step: Step, place: Place) -> Piece:
+        matrix, scale = self.parameters.matrices[place.matrix], self._scales[place.matrix]
+        local, index = step.params[matrix.param], self._view_indices[place.matrix]
+        return Piece(matrix, place.region, scale, self.groups[local.param.group], local, index)
 
-    def _make_piece(self, matrix: int, region: Region, place: Tensor) -> Piece:
-        layout = self.parameters.matrices[matrix]
-        param = self.parameters.params[layout.param]
-        index, scale = self._view_indices[matrix], self._scales[matrix]
-        return Piece(layout, region, index, scale, param, self.groups, place)
-
-    def _assign_owners(
-        self, orders: Orders
-    ) -> tuple[list[Bucket[Piece]], Sequence[Mapping[int, int]]]:
+    def _assign_owners(self, orders: Orders) -> tuple[list[Bucket], Sequence[Mapping[int, int]]]:
         """Assign owners anew if that is due; a collective over the world, which may wait.
 
         Returns:
@@ -597,25 +561,17 @@ class Engine:
         if is_new:
             # The old buffers are freed first; and if this fails, all ranks plan anew.
             self._bucket_lists, self._sent, self._owner_epoch = [], [], None
-            self._schedules = ()  # the new buckets are not bound yet
             plans += self._exchange_plans(range(len(matrices)), orders, self._wire)
         num_trained = len(plans)
         if orders.probes:
             names = frozenset[str]().union(*(probe.names for probe in orders.probes))
             sampled = [i for i, matrix in enumerate(matrices) if matrix.name in names]
             plans += self._exchange_plans(sampled, orders, torch.float32, measures=True)
-        bucket_lists: list[list[Bucket[Piece]]] = []
+        bucket_lists: list[list[Bucket]] = []
         try:
             for plan, group, dtype in plans:
                 bucket_lists.append(
-                    make_buckets(
-                        plan,
-                        matrices,
-                        self._make_piece,
-                        group=group,
-                        device=self.device,
-                        dtype=dtype,
-                    )
+                    make_buckets(plan, matrices, group=group, device=self.device, dtype=dtype)
                 )
         except Exception as error:
             self._ballots.report_failure(f"step {orders.step}: allocating buffers", error)
@@ -679,14 +635,13 @@ class Engine:
 
     # ---------------------------------------------------------------- measurements
 
-    def _measure(self, step: StepContext, bucket: Bucket[Piece], probes: Sequence[Probe]) -> None:
+    def _measure(self, step: Step, bucket: Bucket, probes: Sequence[Probe]) -> None:
         """Gather a bucket of matrices, and measure each on the rank that has it whole."""
-        self._pack_momentum(step, bucket.sent)
-        bucket.start_gather()
-        self._pack_momentum(step, bucket.kept)
-        bucket.finish_gather()
-        for job, momentum in zip(bucket.jobs, bucket.wholes, strict=True):
-            matrix, schedule = self.parameters.matrices[job.matrix], step.schedules[job.matrix]
+        self._pack_momentum(step, bucket.outgoing)
+        for _ in bucket.gather():
+            pass
+        for index, momentum in zip(bucket.owned, bucket.wholes, strict=True):
+            matrix, schedule = self.parameters.matrices[index], step.schedules[index]
             result = functools.partial(self._result, momentum, schedule)
             with self._deferring(step, f"measuring {matrix.name}"):
                 for probe in probes:

@@ -19,16 +19,13 @@ ROUNDED_OFF = "rounded_off"
 
 
 @contextlib.contextmanager
-def master_weight(weight: Tensor, remainder: Tensor | None) -> Iterator[Tensor]:
-    """Lend the float32 values of a weight, and round them into it at the end.
+def master_weight(weight: Tensor, remainder: Tensor) -> Iterator[Tensor]:
+    """Lend the master weight of a parameter, or of a part of it, and round it off at the end.
 
     Args:
-        weight: Weight, bfloat16; any dtype without a remainder.
-        remainder: Remainder, float32, of the same shape; None for a weight that is lent itself.
+        weight: Rounded weight, bfloat16.
+        remainder: Remainder, float32, of the same shape.
     """
-    if remainder is None:
-        yield weight
-        return
     wide = weight + remainder
     yield wide
     weight.copy_(wide)

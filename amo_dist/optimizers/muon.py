@@ -249,6 +249,7 @@ class Muon(torch.optim.Optimizer):
         fault: ValueError | None = None
         try:
             self._adopt_swapped_parameters()
+            self._engine.parameters.check(self.state)
             self._check_groups(self.param_groups)
         except ValueError as error:
             fault = error
@@ -342,7 +343,6 @@ class Muon(torch.optim.Optimizer):
         engine, before = self._engine, self._engine.parameters
         is_same = engine.groups is self.param_groups and engine.state is self.state
         if is_same and before.are_in(self.param_groups):
-            before.check_state(self.state)
             return
         check_swap(before, self.param_groups)
         if self.num_steps_taken or engine.world is not None or _holds_values(self.state):

@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from amo_dist.distributed.bucket import Bucket, make_buckets
-from amo_dist.distributed.layout import Region
+from amo_dist.distributed.bucket import Bucket, Place, make_buckets
 from amo_dist.distributed.ownership import assign
 from amo_dist.distributed.plan import plan_exchange
 from amo_dist.engine.step import Engine
 from tests.layouts import Model, local_tensor
-
-
-class PlainPiece(NamedTuple):
-    """A region of a matrix on this rank, and its place in a bucket."""
-
-    matrix: int
-    region: Region
-    place: Tensor
 
 
 class Negation(Engine):
@@ -46,9 +37,9 @@ class Negation(Engine):
             itemsize=dtype.itemsize,
             bucket_bytes=bucket_bytes,
         )
-        self.buckets: list[Bucket[PlainPiece]] = []
+        self.buckets: list[Bucket] = []
         self.numbers: dict[int, int] = {}
-        """Number of the bucket of each list of pieces, by its identity."""
+        """Number of the bucket of each list of places, by its identity."""
         self.events: list[str] = []
         """Events with the number of the bucket, in order."""
         self.local: list[Tensor] = []
@@ -70,18 +61,15 @@ class Negation(Engine):
             self.buckets = make_buckets(
                 self.plan,
                 self.model.matrices,
-                PlainPiece,
                 group=dist.group.WORLD,
                 device=torch.device("cpu"),
                 dtype=self.dtype,
             )
         self.numbers = {
-            id(pieces): number
+            id(places): number
             for number, bucket in enumerate(self.buckets)
-            for pieces in (bucket.sent, bucket.kept, bucket.returned)
+            for places in (bucket.outgoing, bucket.incoming)
         }
-        for number, bucket in enumerate(self.buckets):
-            bucket.batches = {(number, None): []}
         buckets: Any = self.buckets
         step: Any = None
         self._pipeline(step, buckets, lambda: self.events.append("meanwhile"))
@@ -91,34 +79,29 @@ class Negation(Engine):
         for tensor, expected in zip(self.written, self.local, strict=True):
             assert torch.equal(tensor, -expected)
 
-    def _cut(self, tensors: Sequence[Tensor], piece: PlainPiece) -> Tensor:
-        box = tuple(slice(*interval) for interval in piece.region.source)
-        return tensors[self.model.matrices[piece.matrix].param][box]
+    def _cut(self, tensors: Sequence[Tensor], place: Place) -> Tensor:
+        return place.region.view(tensors[self.model.matrices[place.matrix].param])
 
     # The methods below stand in for the engine's own, which `_bucket` calls.
 
-    def _pack_momentum(self, step: Any, pieces: Any) -> None:
-        number = self.numbers[id(pieces)]
-        self.events.append(f"read {number}")
-        bucket = self.buckets[number]
-        if pieces is bucket.sent:
-            for whole in bucket.wholes:
-                whole.fill_(math.nan)  # nothing of an earlier bucket is read from now on
-        for piece in pieces:
-            piece.place.copy_(self._cut(self.local, piece).view(piece.place.shape))
+    def _pack_momentum(self, step: Any, places: Any) -> None:
+        self.events.append(f"read {self.numbers[id(places)]}")
+        for place in places:
+            place.tensor.copy_(self._cut(self.local, place))
 
-    def _orthogonalize(self, step: Any, bucket: Any, *_: Any) -> None:
-        number = self.numbers[id(bucket.sent)]
-        self.events.append(f"compute {number}")
-        for job, whole in zip(bucket.jobs, bucket.wholes, strict=True):
-            assert whole.shape == self.model.matrices[job.matrix].shape
+    def _orthogonalize(self, step: Any, bucket: Any) -> None:
+        self.events.append(f"compute {self.numbers[id(bucket.outgoing)]}")
+        for index, whole in zip(bucket.owned, bucket.wholes, strict=True):
+            assert whole.shape == self.model.matrices[index].shape
             assert whole.dtype == self.dtype
             assert not whole.isnan().any()  # all of it has arrived
             whole.neg_()
 
-    def _take_results(self, step: Any, pieces: Any) -> None:
-        self.events.append(f"write {self.numbers[id(pieces)]}")
-        for piece in pieces:
-            target = self._cut(self.written, piece)
+    def _take_results(self, step: Any, places: Any) -> None:
+        self.events.append(f"write {self.numbers[id(places)]}")
+        for place in places:
+            target = self._cut(self.written, place)
             assert target.isnan().all()  # each element is written once
-            target.copy_(piece.place.view(target.shape))
+            target.copy_(place.tensor)
+        for whole in self.buckets[self.numbers[id(places)]].wholes:
+            whole.fill_(math.nan)  # nothing of an earlier bucket is read from now on

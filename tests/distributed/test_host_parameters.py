@@ -73,8 +73,8 @@ class Run:
     geometry: list[Any]
     waits: list[Counter[str]]
     """Of each quiet step."""
-    num_sides: int
-    """Buckets that keep pieces on this rank, and buckets whose results return to it."""
+    num_buckets: int
+    """Buckets whose results come to this rank."""
 
 
 def train(
@@ -125,10 +125,9 @@ def train(
             else [],
             waits,
             sum(
-                bool(pieces)
+                bool(bucket.incoming)
                 for buckets in optimizer._engine._bucket_lists
                 for bucket in buckets
-                for pieces in (bucket.kept, bucket.returned)
             ),
         )
 
@@ -179,9 +178,9 @@ def test_a_locked_step_waits_for_each_bucket_to_come_down(run_on: Ranks, backend
             by_file = Counter[str]()
             for what, count in waits.items():
                 by_file[what.partition(":")[0]] += count
-            # The results that a bucket keeps, and those that return to it, are downloaded; no
-            # upload waits. On NCCL the ballot uploads whether gradients are good, and downloads the
-            # maximum of all ranks; on gloo it downloads whether updates were finite.
-            expected = Counter({"synchronize at engine/staging.py": run.num_sides})
+            # The results of a bucket are downloaded; no upload waits. On NCCL the ballot uploads
+            # whether gradients are good, and downloads the maximum of all ranks; on gloo it
+            # downloads whether updates were finite.
+            expected = Counter({"synchronize at engine/staging.py": run.num_buckets})
             expected["_to_copy at engine/ballot.py"] = 2 if backends == NCCL else 1
             assert by_file == expected

@@ -151,13 +151,13 @@ def train(
         process_group=dist.group.WORLD if build is build_replicas and world_size > 1 else None,
     )
     counted = [0]
-    original = engine_step.newton_schulz
+    original = engine_step.orthogonalize
 
     def counting(x: Tensor, *args: Any, **options: Any) -> Tensor:
         counted[0] += len(x) if x.dim() == 3 else 1
         return original(x, *args, **options)
 
-    with mock.patch.object(engine_step, "newton_schulz", counting):
+    with mock.patch.object(engine_step, "orthogonalize", counting):
         for step in range(1, STEPS + 1):
             for name, param in model.named_parameters():
                 grad = gradient(step, name, tuple(param.shape))

@@ -219,7 +219,7 @@ def train(rank: int, run: Run, folder: Path, resumed: Path | None = None) -> dic
         if kill and kill.point == "before_step":
             _die()
         if kill and kill.point == "in_step":
-            with mock.patch("amo_dist.engine.step.newton_schulz", _kill_instead):
+            with mock.patch("amo_dist.engine.step.orthogonalize", _kill_instead):
                 optimizer.step()
             _die()  # this rank owned nothing
         optimizer.step()

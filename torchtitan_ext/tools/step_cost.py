@@ -140,7 +140,7 @@ class StepCost:
             bucket_bytes=self._config.bucket_bytes,
         )
         buckets = plan.buckets or plan.local
-        shapes = [[self._matrices[job.matrix].shape for job in b.jobs] for b in buckets]
+        shapes = [[self._matrices[index].shape for index in b.owned] for b in buckets]
         elements = max((sum(map(math.prod, part)) for part in shapes), default=0)
         for side in ("to_owners", "from_holders", "to_holders", "from_owners"):
             sizes = [sum(map(count_elements, getattr(bucket, side))) for bucket in buckets]
