@@ -65,6 +65,6 @@ def test_a_sparse_gradient_is_foreign() -> None:
     optimizer.step()
     before = param.detach().clone()
     param.grad = torch.ones(3, 4).to_sparse()
-    with pytest.raises(ValueError, match=f"{WQ}: found a sparse gradient.*on rank 0 in step 2"):
+    with pytest.raises(ValueError, match=f"{WQ}: found a sparse gradient"):
         optimizer.step()
     assert torch.equal(param, before)
