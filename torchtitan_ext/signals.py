@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 STOPPED = 75
 """Exit status of a run that was stopped before its end: the same command goes on. `sysexits.h`
@@ -38,8 +39,8 @@ def end_with_parent(parent: int) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def leave_outcome(outcome: str) -> None:
-    """Leave the outcome of this rank for its launcher; without torchrun a no-op.
+def write_exit_reason(outcome: str) -> None:
+    """Write the outcome of this rank for its launcher; without torchrun a no-op.
 
     Args:
         outcome: ``done``; ``stopped``, with all steps saved; or ``unsaved``.
@@ -48,8 +49,8 @@ def leave_outcome(outcome: str) -> None:
         Path(file).with_name(OUTCOME_FILE).write_text(outcome)
 
 
-class StopRequest:
-    """The request to stop that a signal makes; the process then has a limited time.
+class StopSignal:
+    """SIGTERM or SIGINT on any rank: all ranks stop at their next step, in a limited time.
 
     Schedulers announce a preemption by SIGTERM, and torchrun passes it on. A thread notices the
     signal even where the main thread waits in a collective for a rank that is gone. Before the
@@ -58,22 +59,52 @@ class StopRequest:
     thread ends the process when its time is over.
 
     Attributes:
-        grace: Seconds from the signal to the end of the process.
         has_trained: Whether this process made a step.
+        has_stopped: Whether training ended before its last step.
+        is_asked: Whether ranks were asked.
     """
 
     def __init__(self) -> None:
-        self.grace = 0.0
-        self.has_trained = False
-        self._is_made = threading.Event()
+        self.has_trained = self.has_stopped = self.is_asked = False
+        self._grace = 0.0
+        self._has_come = threading.Event()
 
-    def is_made(self) -> bool:
-        """Whether a signal has come."""
-        return self._is_made.is_set()
+    def connect(self, device: Any, grace: float) -> None:
+        """Prepare to ask all ranks.
+
+        Args:
+            device: Device of the collectives.
+            grace: Seconds from a signal to the end of the process.
+        """
+        import torch
+
+        self._grace = grace
+        self._votes = self._result = torch.zeros(1, dtype=torch.int32, device=device)
+        self._event: Any = None
+        if device.type != "cpu":
+            self._event = torch.get_device_module(device).Event()
+            self._result = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+
+    def ask(self) -> None:
+        """Ask all ranks, on an accelerator without waiting for them or for the device."""
+        import torch.distributed as dist
+
+        self._votes.fill_(int(self._has_come.is_set()))  # a copy to the device would wait for it
+        dist.all_reduce(self._votes, dist.ReduceOp.MAX)
+        if self._event is not None:
+            self._result.copy_(self._votes, non_blocking=True)
+            self._event.record()
+        self.is_asked = True
+
+    def answer(self) -> bool:
+        """Whether a signal had come to any rank when all were asked; waits for what came before."""
+        if self._event is not None:
+            self._event.synchronize()
+        return bool(self._result.item())
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Take SIGTERM and SIGINT for the request while the context lasts; main thread only."""
+        """Listen for the signals while the context lasts; main thread only."""
         inbox, outbox = socket.socketpair()
         outbox.setblocking(False)
         previous = {number: signal.signal(number, lambda *_: None) for number in _SIGNALS}
@@ -99,29 +130,28 @@ class StopRequest:
     def _watch(self, inbox: socket.socket, is_over: threading.Event) -> None:
         while received := inbox.recv(1):
             if received[0] in _SIGNALS:
-                self._is_made.set()
+                self._has_come.set()
                 if not self.has_trained and not is_over.is_set():
-                    leave_outcome("stopped")
+                    write_exit_reason("stopped")
                     os.write(2, b"stopped before the first step: there is nothing to save\n")
                     os._exit(STOPPED)
-                if not is_over.wait(self.grace):
+                if not is_over.wait(self._grace):
                     os._exit(128 + received[0])
                 return
 
 
-_requests: list[StopRequest] = []
+_signals: list[StopSignal] = []
 
 
 @contextlib.contextmanager
-def stop_request() -> Iterator[StopRequest]:
-    """The stop request of this process; an inner context has that of the outer one."""
-    if _requests:
-        yield _requests[0]
+def stop_signal() -> Iterator[StopSignal]:
+    """The stop signal of this process; an inner context has that of the outer one."""
+    if _signals:
+        yield _signals[0]
         return
-    request = StopRequest()
-    _requests.append(request)
+    _signals.append(StopSignal())
     try:
-        with request.listening():
-            yield request
+        with _signals[0].listening():
+            yield _signals[0]
     finally:
-        _requests.clear()
+        _signals.clear()

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtitan_ext.signals import STOPPED, end_with_parent, leave_outcome, stop_request
+from torchtitan_ext.signals import STOPPED, end_with_parent, stop_signal, write_exit_reason
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def main(args: Sequence[str] | None = None) -> int:
         print("loading PyTorch and torchtitan ...", flush=True)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent(int(os.environ.get(LAUNCHER, os.getppid())))
-    with stop_request():
+    with stop_signal():
         from torchtitan.tools.logging import init_logger
 
         from torchtitan_ext.config import settings
@@ -70,7 +70,7 @@ def main(args: Sequence[str] | None = None) -> int:
             if isinstance(error, ValueError) and is_users_mistake(error):
                 return _explain(error, USER_ERROR)
             raise
-    leave_outcome(outcome)
+    write_exit_reason(outcome)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return 0
     return {"done": 0, "stopped": STOPPED, "unsaved": UNSAVED}[outcome]
@@ -124,7 +124,7 @@ def train(config: Any) -> str:
         elif config.comm.mode != "local_tensor":  # whose models are never initialized
             trainer = Trainer(config)
             trainer.train()
-            if trainer.ballot.has_stopped:
+            if trainer.stop_signal.has_stopped:
                 outcome = "stopped" if trainer.checkpointer.saves else "unsaved"
             _report_if_complete(trainer)
     finally:

@@ -163,7 +163,7 @@ sys.exit(command.start(options, [program, folder], config, 2))
 
 RANK = """
 import os, pathlib, signal, sys, time
-from torchtitan_ext.signals import leave_outcome
+from torchtitan_ext.signals import write_exit_reason
 rank, start = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
 folder = pathlib.Path(sys.argv[1])
 (folder / f"start{start}-{rank}").touch()
@@ -209,7 +209,7 @@ if start == "0" and rank == "0":
 time.sleep(600 if start == "0" else 0)
 if os.environ["AMO_LAUNCHER"] == str(os.getppid()):
     (folder / f"variables-{rank}").write_text("\\n".join(f"{k}={v}" for k, v in os.environ.items()))
-leave_outcome("done")
+write_exit_reason("done")
 """
     node = begin(tmp_path, program, restarts=1)
     assert node.communicate(timeout=300) == ("", "")
@@ -235,7 +235,7 @@ def test_a_stop_continues_if_every_rank_has_saved(
     program = f"""
 def save(*_):
     if outcome := {outcomes}[int(rank)]:
-        leave_outcome(outcome)
+        write_exit_reason(outcome)
     os._exit(0)
 
 signal.signal(signal.SIGTERM, save)
@@ -255,7 +255,7 @@ time.sleep(600)
 @pytest.mark.parametrize(
     ("program", "status"),
     [
-        ("leave_outcome('stopped')", 75),  # by a signal to another node
+        ("write_exit_reason('stopped')", 75),  # by a signal to another node
         # torchrun returns as after success if ranks hang in the kernel, which leave nothing.
         ("", 1),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,6 @@ from tests.held import Held
 from torchtitan_ext.config import settings
 from torchtitan_ext.plugin import console, metrics, patches, validation
 from torchtitan_ext.runs import run_files, run_log
-from torchtitan_ext.runs.records import read_records
 
 
 def dims(replicate: int = 1, shard: int = 1, cp: int = 1) -> SimpleNamespace:
@@ -63,16 +63,19 @@ def processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     made.close()
 
 
-def log(processor: Any, step: int) -> dict[str, Any]:
-    processor.data_loading_times = [0.0]
+def log(processor: Any, step: int, waits: float = 0.0) -> dict[str, Any]:
+    processor.data_loading_times = [waits]
     # What torchtitan adds up after a resume on other ranks, with sequences of context twice.
     processor.log(step, 1.0, 1.0, 1.0, {"n_tokens_seen": 12345, "lr/AMO/0": 0.1})
-    return read_records(processor._files._metrics)[-1]
+    record: dict[str, Any] = run_files.read_metrics(Path(processor._config.dump_folder)).steps[-1]
+    return record
 
 
 def test_tokens_follow_from_the_step_wherever_a_run_resumes(processor: Any) -> None:
     written: list[dict[str, Any]] = []
-    processor.logger._logger.log = lambda values, _: written.append(values)
+    processor.logger.add_logger(
+        SimpleNamespace(log=lambda values, _: written.append(values), close=lambda: None)
+    )
     assert not processor.should_log(11)
     assert processor.should_log(12)
     processor.now += 10.0
@@ -102,7 +105,7 @@ def test_phases_are_told_from_their_first_steps_on_whatever_is_logged_and_resume
     for latest in (12, 14, 16):
         processor.should_log(latest)
         if latest == 16:  # a new process goes on from a checkpoint of step 15
-            processor._files.start(16)
+            processor._file_logger.files.start(16)
         processor.now += 1.0
         told += log(processor, latest)["changes"]
     assert told == [
@@ -123,7 +126,7 @@ def test_validations_stand_beside_the_logged_steps(processor: Any, tmp_path: Pat
     found = run_files.read_metrics(tmp_path)
     assert [one["step"] for one in found.steps] == [12]
     assert found.validations == [(12, 1.5), (15, 1.25)]
-    processor._files.start(14)  # a resume drops those of later steps
+    processor._file_logger.files.start(14)  # a resume drops those of later steps
     assert run_files.read_metrics(tmp_path).validations == [(12, 1.5)]
 
 
@@ -159,10 +162,9 @@ def test_a_validation_between_two_logs_is_no_time_of_training(processor: Any) ->
     assert log(processor, 14)["seconds_per_step"] == 2.0
 
 
-def test_torchtitans_line_of_figures_stays_and_tells_the_rest(
+def test_a_brief_console_shows_progress_and_the_file_has_torchtitans_figures(
     processor: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its MFU, TFLOP/s, memory and gradient norm, on a brief console too, and in the files."""
     processor.has_quantization = False  # as on a GPU: this machine's peak flops are not known
     processor.num_flops_per_token, processor.gpu_peak_flops = 2e12, 1e15
     root = logging.getLogger()
@@ -183,9 +185,8 @@ def test_torchtitans_line_of_figures_stays_and_tells_the_rest(
         root.setLevel(level)
         logging.captureWarnings(False)
     _, step, validation = capsys.readouterr().out.splitlines()
-    for figure in ("grad_norm:  1.0000", "memory: ", "tflops: 400.00", "mfu: 40.00%", "to go: 0:"):
-        assert figure in step
-    assert "validate step: 12" in validation
+    assert step.startswith("step: 12  loss:  1.00000  grad_norm:  1.0000  ")
+    assert "after step 12: 1.5" in validation
     assert (record["tflops"], record["mfu_percent"]) == (400.0, 40.0)
     assert record["reserved_memory_gib"] > 0
 
@@ -196,15 +197,60 @@ def test_a_cpu_is_not_held_against_a_gpu(processor: Any) -> None:
     assert log(processor, 12)["mfu_percent"] is None
 
 
-def test_waits_for_data_are_told_of_all_steps_since_the_last_log(processor: Any) -> None:
+def test_waits_for_data_are_a_share_of_each_step_since_the_last_log(processor: Any) -> None:
     assert not processor.should_log(11)
-    for waits in ([0.5, 0.25], [1.0]):  # of the micro batches of two steps
-        processor.data_loading_times += waits
-        processor._end_step()
     processor.now += 10.0
-    processor.log(12, 1.0, 1.0, 1.0)
-    assert read_records(processor._files._metrics)[-1]["data_seconds_per_step"] == 1.75 / 2
-    assert processor._data_seconds == []
+    assert log(processor, 12, waits=1.75)["data_seconds_per_step"] == 1.75 / 2
+
+
+def test_an_observation_is_recorded_once(processor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for step, seconds in enumerate((0.0, 0.5, 0.5, 0.25), start=11):
+        report = run_log.Report(metrics={"optimizer/observe_seconds": seconds})
+        monkeypatch.setattr(run_log, "report", lambda _, report=report: report)
+        processor.should_log(step)
+        processor.now += 1.0
+        found.append(log(processor, step)["observe_seconds"])
+    assert found == [None, 0.5, None, 0.25]
+
+
+@pytest.mark.parametrize(("waits", "is_told"), [(0.4, False), (0.5, True)])
+def test_the_line_of_a_step_tells_of_waits_from_one_per_cent_on(
+    waits: float, is_told: bool
+) -> None:
+    record = {
+        "step": 20,
+        "loss": 1.0,
+        "grad_norm": 1.0,
+        "phase": "locked",
+        "num_steps_by_type": {"attn_q": 6, "attn_k": 3},
+        "seconds_per_step": 45.0,
+        "tokens_per_second": 4932.4,
+        "data_seconds_per_step": waits,
+    }
+    line = metrics.progress_line(record, 120)
+    assert ("waits for data" in line) == is_told
+    assert "NS steps: 6 3" in line
+    assert line.endswith("to go: 1:15:00 of 120 steps")
+
+
+class OwnMetrics(metrics.MetricsProcessor):
+    """A processor of a user's."""
+
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Config(metrics.MetricsProcessor.Config):
+        """Its section."""
+
+    def __init__(self, config: Config, **options: Any) -> None:
+        self.logger = SimpleNamespace(close=lambda: None)
+
+
+@pytest.mark.parametrize(
+    "section",
+    [OwnMetrics.Config(), metrics.MetricsProcessor.Config(processor=f"{__name__}.OwnMetrics")],
+)
+def test_a_subclass_of_the_processor_is_built_as_itself(section: Any) -> None:
+    assert type(section.build()) is OwnMetrics
 
 
 def test_a_resumed_run_shows_its_plan_at_once_and_a_new_one_leaves_it_to_the_policy(

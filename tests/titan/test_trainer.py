@@ -7,77 +7,84 @@ from typing import Any
 
 import pytest
 import torch
+import torchtitan.trainer as titan
 
 from torchtitan_ext.plugin import stop
+from torchtitan_ext.signals import StopSignal
+
+stop.install()
 
 
-@pytest.mark.parametrize("stops", [False, True])
-def test_the_vote_is_asked_before_a_step_and_heard_after_it(stops: bool) -> None:
-    calls: list[str] = []
-    callbacks = SimpleNamespace(run=lambda method, step: calls.append(f"{method} {step}"))
-    trainer: Any = SimpleNamespace(step=7)
-    trainer.metrics_processor = SimpleNamespace(callbacks=callbacks)
-    trainer.checkpointer = SimpleNamespace(save_and_wait=lambda step: calls.append(f"save {step}"))
-
-    def answer() -> bool:
-        calls.append("answer")
-        return stops
-
-    vote: Any = SimpleNamespace(ask=lambda made: calls.append(f"ask {made}"), answer=answer)
-    request: Any = SimpleNamespace(is_made=lambda: stops, has_trained=False)
-    trainer.ballot = stop.Ballot(request, vote)
-    # Before the first step there is no answer; after the last one nothing is asked or saved.
-    assert stop._should_continue(lambda _: True, trainer)
-    assert not request.has_trained  # A signal now ends the process: there is nothing to save.
-    calls.append("read data and train")
-    assert stop._should_continue(lambda _: True, trainer) != stops
-    assert trainer.ballot.has_stopped == stops
-    last = ["save 7", "on_stop 7"] if stops else ["ask False"]
-    assert calls == [f"ask {stops}", "read data and train", "answer", *last]
-    assert not stop._should_continue(lambda _: False, trainer)
-    assert calls[-1] == last[-1]
-    assert request.has_trained
+def connected(
+    monkeypatch: pytest.MonkeyPatch, others: bool = False, device: str = "cpu"
+) -> StopSignal:
+    """A signal whose other ranks had one, or none."""
+    monkeypatch.setattr(
+        "torch.distributed.all_reduce", lambda votes, _op: votes.clamp_(min=int(others))
+    )
+    signal = StopSignal()
+    signal.connect(torch.device(device), 1.0)
+    return signal
 
 
-def test_the_only_step_of_a_process_counts() -> None:
-    """A stop while its checkpoint is written would otherwise end the process."""
-    request: Any = SimpleNamespace(is_made=lambda: False, has_trained=False)
-    vote: Any = SimpleNamespace(ask=lambda _: None)
-    trainer: Any = SimpleNamespace(ballot=stop.Ballot(request, vote))
-    assert stop._should_continue(lambda _: True, trainer)
-    assert not stop._should_continue(lambda _: False, trainer)
-    assert request.has_trained
+class Steps:
+    """What torchtitan's trainer asks before each step, of a run of ``num_steps``."""
+
+    should_continue_training = titan.Trainer.should_continue_training
+
+    def __init__(self, signal: StopSignal | None, num_steps: int) -> None:
+        self.calls: list[str] = []
+        self.step, self.stop_signal = 0, signal
+        self.config = SimpleNamespace(training=SimpleNamespace(steps=num_steps))
+        callbacks = SimpleNamespace(run=lambda name, step: self.calls.append(f"{name} {step}"))
+        self.metrics_processor = SimpleNamespace(callbacks=callbacks)
+        self.checkpointer = SimpleNamespace(
+            save_and_wait=lambda step: self.calls.append(f"save {step}")
+        )
+
+    def run(self) -> list[bool]:
+        """Whether a signal would have found something to save, before and after each step."""
+        found = []
+        while self.should_continue_training():  # type: ignore[misc]
+            found.append(bool(self.stop_signal and self.stop_signal.has_trained))
+            self.step += 1
+        return found
+
+
+@pytest.mark.parametrize(("num_steps", "trained"), [(1, [False]), (3, [False, True, True])])
+def test_a_run_without_a_signal_ends_at_its_end(
+    monkeypatch: pytest.MonkeyPatch, num_steps: int, trained: list[bool]
+) -> None:
+    signal = connected(monkeypatch)
+    run = Steps(signal, num_steps)
+    assert run.run() == trained
+    assert (run.calls, signal.has_stopped, signal.has_trained) == ([], False, True)
+
+
+def test_a_signal_on_another_rank_saves_and_ends_after_the_next_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = Steps(connected(monkeypatch, others=True), 9)
+    assert len(run.run()) == 1
+    assert run.calls == ["save 1", "on_stop 1"]
+    assert run.stop_signal is not None
+    assert run.stop_signal.has_stopped
 
 
 def test_a_trainer_with_checkpoints_of_its_own_trains_as_before() -> None:
+    assert len(Steps(None, 3).run()) == 3
     calls: list[Any] = []
     trainer = SimpleNamespace(checkpointer=object())
     stop._train(calls.append, trainer)
     assert calls == [trainer]
-    assert stop._should_continue(lambda _: True, trainer)
-
-
-def ask(monkeypatch: pytest.MonkeyPatch, device: str, mine: bool, others: bool) -> stop.StopVote:
-    monkeypatch.setattr(
-        "torch.distributed.all_reduce", lambda votes, _op: votes.clamp_(min=int(others))
-    )
-    vote = stop.StopVote(torch.device(device))
-    vote.ask(mine)
-    return vote
-
-
-@pytest.mark.parametrize("mine", [False, True])
-@pytest.mark.parametrize("others", [False, True])
-def test_one_vote_is_enough(monkeypatch: pytest.MonkeyPatch, mine: bool, others: bool) -> None:
-    assert ask(monkeypatch, "cpu", mine, others).answer() == (mine or others)
 
 
 @pytest.mark.cuda
 def test_asking_does_not_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    signal = connected(monkeypatch, others=True, device="cuda")
     torch.cuda.set_sync_debug_mode("error")
     try:
-        vote = ask(monkeypatch, "cuda", False, True)
-        vote.ask(True)
+        signal.ask()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert vote.answer()
+    assert signal.answer()

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 import torchtitan.components.metrics as titan
 from torchtitan.config import derive
 
-from amo_dist.distributed.ranks import control_device, max_over, slowest, world_group
 from amo_dist.tools.tracker import GeometryTracker
 from torchtitan_ext.batch import sequences_per_step
 from torchtitan_ext.imports import import_class
@@ -24,7 +24,7 @@ from torchtitan_ext.plugin.callbacks import Callbacks
 from torchtitan_ext.plugin.console import duration
 from torchtitan_ext.plugin.machine import cpu_is_needed, resident_peak
 from torchtitan_ext.runs import run_log
-from torchtitan_ext.runs.run_files import RunFiles, require_local
+from torchtitan_ext.runs.run_files import RunFiles, lock, require_local
 
 progress = logging.getLogger("torchtitan_ext.progress")
 """Lines for the one who watches; see :mod:`torchtitan_ext.plugin.console`."""
@@ -38,16 +38,39 @@ OF_DEVICE = {
 """Fields of a record by torchtitan's names: each of one device, ``None`` where there is none."""
 
 
+class FileLogger(titan.BaseLogger):
+    """A logger of torchtitan's that writes ``metrics.jsonl``.
+
+    Args:
+        files: Files of the run.
+
+    Attributes:
+        record: What torchtitan's figures do not hold of the step that is logged next.
+    """
+
+    def __init__(self, files: RunFiles) -> None:
+        self.files = files
+        self.record: Mapping[str, Any] = {}
+
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        """Write the record of a logged step, or the loss of a validation."""
+        if "validation_metrics/loss" in metrics:
+            self.files.append_validation(step, metrics["validation_metrics/loss"])
+            return
+        of_device = {name: metrics.get(key) for name, key in OF_DEVICE.items()}
+        self.files.append({**self.record, **of_device})
+
+
 class MetricsProcessor(titan.MetricsProcessor):
     """torchtitan's processor, with the optimizer's figures and three files in the dump folder.
 
     ``metrics.jsonl`` gets one JSON object for each logged step and for each validation (floats in
     full, ``null`` for a NaN or infinity); a resumed run first drops what lies beyond its
-    checkpoint. ``plan.json`` holds
-    AMO's latest plan once there is one, and ``run.json`` the config from the first step of a start
-    on. TensorBoard and W&B get the same figures. torchtitan's line about a step ends with
-    phase, Newton-Schulz steps, tokens per second and time to go. Tokens per second are those of
-    all ranks, from one log to the next without validation; torchtitan's ``tps`` is one device's.
+    checkpoint. ``plan.json`` holds AMO's latest plan once there is one, and ``run.json`` the config
+    from the first step of a start on. TensorBoard and W&B get the same figures. A line for the one
+    who watches has phase, Newton-Schulz steps, tokens per second and time to go. Tokens per second
+    are those of all ranks, from one log to the next without validation; torchtitan's ``tps`` is one
+    device's.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -82,6 +105,8 @@ class MetricsProcessor(titan.MetricsProcessor):
 
     _optimizers: Any = None
     _tracker: GeometryTracker | None = None
+    _file_logger: FileLogger | None = None
+    """Only of the rank that logs."""
 
     def __init__(self, config: Config, **options: Any) -> None:
         require_local("dump_folder", options["dump_folder"])
@@ -89,11 +114,7 @@ class MetricsProcessor(titan.MetricsProcessor):
         super().__init__(config, **options)
         # torchtitan would compare any CPU with an A100; this leaves the share of peak flops out.
         self.has_quantization |= cpu_is_needed()
-        self._logged: dict[str, Any] = {}  # by torchtitan, of the latest step
-        self.logger: Any = _KeepingLogger(self.logger, self._logged)
-        self._tail = ""
-        titan.logger.addFilter(self._extend_line)
-        config_dict, dump_folder = options["config_dict"], options["dump_folder"]
+        config_dict = options["config_dict"]
         # The section says which model it is; all of its modules would take thousands of lines.
         self._config_dict = {k: v for k, v in config_dict.items() if k != "model_spec"}
         if "model" not in config_dict:  # a config of torchtitan, with its own tokenizer
@@ -103,21 +124,29 @@ class MetricsProcessor(titan.MetricsProcessor):
         # Sections as attributes again.
         self._config = SimpleNamespace(
             **{k: SimpleNamespace(**v) for k, v in config_dict.items() if isinstance(v, dict)},
-            dump_folder=dump_folder,
+            dump_folder=options["dump_folder"],
         )
-        layout = {name: options[name] for name in ("parallel_dims", "pp_schedule")}
-        writes = torch.distributed.get_rank() == titan._get_metrics_rank(**layout)
-        self._files = RunFiles(Path(dump_folder)) if writes else None
         self._num_steps = int(self._config.training.steps)
         self.tokens_per_step = tokens_per_step(self._config.training, options["parallel_dims"])
         self._first_step: int | None = None
-        self._logged_step = 0
+        self._step = self._logged_step = 0
         self._step_ended = self.time_last_log
         self._tokens_at_end = 0
-        self._observed_step = 0
-        self._step = 0
+        self._observe_seconds = 0.0
         self._plan: Any = None
-        self._data_seconds: list[float] = []  # by step since the last log
+
+    def _build_metric_logger(self, **options: Any) -> titan.BaseLogger:
+        """Loggers of torchtitan, and the one that writes files."""
+        logger = super()._build_metric_logger(**options)
+        layout = {name: options[name] for name in ("parallel_dims", "pp_schedule")}
+        if dist.get_rank() != titan._get_metrics_rank(**layout):
+            return logger
+        files = RunFiles(Path(options["dump_folder"]))
+        self._lock = lock(Path(options["dump_folder"]))
+        self._file_logger = FileLogger(files)
+        loggers = logger if isinstance(logger, titan.LoggerContainer) else titan.LoggerContainer()
+        loggers.add_logger(self._file_logger)
+        return loggers
 
     @property
     def optimizers(self) -> Any:
@@ -140,14 +169,13 @@ class MetricsProcessor(titan.MetricsProcessor):
         self._step = step
         if self._first_step is None:
             self._first_step, self._logged_step = step, step - 1
-            self._observed_step = step - 1
             self._plan = getattr(self._optimizer, "plan", None)
-            if self._files is not None:
-                self._files.start(step, self._config_dict)
+            if self._file_logger is not None:
+                self._file_logger.files.start(step, self._config_dict)
                 start = f"resumes at step {step}" if step > 1 else "starts anew at step 1"
                 progress.info("training %s of %d", start, self._num_steps)
-                if self._plan is not None:  # The policy itself announces new ones.
-                    self._files.save_plan(self._plan.to_json())
+                if self._plan is not None:  # The optimizer itself announces new ones.
+                    self._file_logger.files.save_plan(self._plan.to_json())
                     progress.info("the plan of the checkpoint:\n%s", self._plan)
         self.callbacks.run("before_step", step)
         # The last step too: a run's final loss is what one looks for.
@@ -161,14 +189,14 @@ class MetricsProcessor(titan.MetricsProcessor):
         grad_norm: float,
         extra_metrics: dict[str, Any] | None = None,
     ) -> None:
-        """Log one step everywhere; arguments as in torchtitan."""
+        """Log one step everywhere; arguments as in torchtitan. A collective of the world."""
         report = run_log.report(self._optimizer)
         seconds = time.perf_counter() - self.time_last_log
         num_steps = max(step - self._logged_step, 1)
         clock = getattr(self.optimizers, "clock", None)
         # torchtitan has read the loss, which comes after the step: there is nothing to wait for.
         optimizer_seconds = 0.0 if clock is None else clock.take() / num_steps
-        data_seconds = self._take_data_seconds() / num_steps
+        data_seconds, observe_seconds = self._slowest(report.metrics)
         # torchtitan adds up what the ranks have seen, each with its own number in the checkpoint of
         # one: another number of ranks would go on from another sum.
         num_tokens = step * self.tokens_per_step
@@ -186,32 +214,31 @@ class MetricsProcessor(titan.MetricsProcessor):
             "tokens_per_second": num_steps * self.tokens_per_step / seconds,
             "seconds_per_step": seconds / num_steps,
             "optimizer_seconds_per_step": optimizer_seconds,
-            "data_seconds_per_step": data_seconds,
+            "data_seconds_per_step": data_seconds / num_steps,
             "peak_memory_bytes": peak_memory(),
-            "observe_seconds": self._observe_seconds(report.metrics),
+            "observe_seconds": observe_seconds or None,
             "geometry_seconds": None if self._tracker is None else self._tracker.seconds,
             "phase": report.phase,
             "num_steps_by_type": report.num_steps_by_type,
-            "changes": run_log.changes(self._optimizer, self._files.last, step)
-            if self._files is not None
-            else [],
+            "changes": []
+            if self._file_logger is None
+            else run_log.changes(self._optimizer, self._file_logger.files.last, step),
             "optimizer": report.metrics,
             **dict.fromkeys(OF_DEVICE),
         }
         extra_metrics["optimizer/seconds_per_step"] = optimizer_seconds
-        extra_metrics["data/seconds_per_step"] = data_seconds
+        extra_metrics["data/seconds_per_step"] = record["data_seconds_per_step"]
         figures = self.callbacks.figures(step, record)
         record |= figures
-        extra_metrics |= {**report.metrics, **figures}
-        self._tail = line_tail(record, self._num_steps)
-        super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics)
-        self._tail = ""
-        self._step_ended, self._tokens_at_end = self.time_last_log, 0
-        if self._files is not None:
-            of_device = {name: self._logged.get(key) for name, key in OF_DEVICE.items()}
-            self._files.append({**record, **of_device})
+        if self._file_logger is not None:
+            self._file_logger.record = record
             if report.plan is not None:
-                self._files.save_plan(report.plan)
+                self._file_logger.files.save_plan(report.plan)
+        extra_metrics |= {**report.metrics, **figures}
+        super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics)
+        if self._file_logger is not None:
+            progress.info(progress_line(record, self._num_steps))
+        self._step_ended, self._tokens_at_end = self.time_last_log, 0
         self._logged_step = step
 
     def log_validation(
@@ -223,83 +250,43 @@ class MetricsProcessor(titan.MetricsProcessor):
         """
         seconds = self._step_ended - self.time_last_log
         super().log_validation(loss, step, extra_metrics)
-        if self._files is not None:
-            self._files.append_validation(step, loss)
+        if self._file_logger is not None:
+            progress.info("validation loss after step %d: %.4f", step, loss)
         self.time_last_log -= seconds
         self.ntokens_since_last_log = self._tokens_at_end
 
     def close(self) -> None:
-        """Close loggers and files."""
+        """Close loggers, and release the folder."""
         super().close()
-        titan.logger.removeFilter(self._extend_line)
-        if self._files is not None:
-            self._files.close()
-
-    def _extend_line(self, record: logging.LogRecord) -> bool:
-        """Append phase and time to go to torchtitan's own line, and mark it as progress."""
-        if record.pathname == titan.__file__ and record.funcName in ("log", "log_validation"):
-            record.msg = f"{record.msg}{self._tail}"
-            if self._files is not None and record.levelno == logging.INFO:
-                record.name = progress.name
-        return True
+        if self._file_logger is not None:
+            self._lock.release()
 
     def _end_step(self, *_: object) -> None:
         self._step_ended, self._tokens_at_end = time.perf_counter(), self.ntokens_since_last_log
-        self._data_seconds.append(sum(self.data_loading_times) - sum(self._data_seconds))
         plan = getattr(self._optimizer, "plan", None)
         if plan is not None and plan is not self._plan:
             self.callbacks.run("on_plan", self._step, json.loads(plan.to_json()))
         self._plan = plan
         self.callbacks.run("after_step", self._step)
 
-    def _take_data_seconds(self) -> float:
-        """Seconds waited for data since the last log, in each step those of its slowest rank.
+    def _slowest(self, figures: Mapping[str, float]) -> list[float]:
+        """Seconds of the slowest rank since the last log: waits for data, and the observation.
 
-        A collective over the world, at logged steps alone.
+        Args:
+            figures: Those of the optimizer.
         """
-        group = world_group()
-        nanoseconds = [round(seconds * 1e9) for seconds in self._data_seconds]
-        self._data_seconds = []
-        longest = max_over(torch.tensor(nanoseconds, device=control_device(group)), group)
-        return float(longest.sum().item()) / 1e9
-
-    def _observe_seconds(self, figures: Mapping[str, float]) -> float | None:
-        """Seconds of the slowest rank in the latest observation, if it was made since the last log.
-
-        A collective over the world then: all ranks know of the same observations.
-        """
-        observations = getattr(self._optimizer, "observations", ())
-        if not observations:
-            return None
-        step = observations[-1].step
-        if step <= self._observed_step:
-            return None
-        self._observed_step = step
-        return slowest(figures["optimizer/observe_seconds"], world_group())
+        observed = figures.get("optimizer/observe_seconds", 0.0)
+        is_new, self._observe_seconds = observed != self._observe_seconds, observed
+        seconds = torch.tensor([sum(self.data_loading_times), observed if is_new else 0.0])
+        if dist.is_initialized():
+            seconds = seconds.to(titan.device_type)
+            dist.all_reduce(seconds, dist.ReduceOp.MAX)
+        return [float(value) for value in seconds.tolist()]
 
     @property
     def _optimizer(self) -> Any:
         """The one of our container; None in torchtitan's own, which holds several."""
         return getattr(self.optimizers, "optimizer", None)
-
-
-class _KeepingLogger(titan.BaseLogger):
-    """Passes the figures of a step on to torchtitan's loggers, and keeps them in a dict.
-
-    Args:
-        logger: Logger of torchtitan.
-        logged: Figures of the latest step by name.
-    """
-
-    def __init__(self, logger: titan.BaseLogger, logged: dict[str, Any]) -> None:
-        self._logger, self._logged = logger, logged
-
-    def log(self, metrics: dict[str, Any], step: int) -> None:
-        self._logged |= metrics
-        self._logger.log(metrics, step)
-
-    def close(self) -> None:
-        self._logger.close()
 
 
 def tokens_per_step(training: Any, parallel_dims: Any) -> int:
@@ -318,9 +305,10 @@ def peak_memory() -> int:
     return int(torch.cuda.max_memory_allocated()) if torch.cuda.is_available() else resident_peak()
 
 
-def line_tail(record: Mapping[str, Any], num_steps: int) -> str:
-    """End of torchtitan's line about a step: phase, Newton-Schulz steps, speed, time to go."""
-    parts = [""]
+def progress_line(record: Mapping[str, Any], num_steps: int) -> str:
+    """Line about a step: loss, phase, Newton-Schulz steps, speed, time to go."""
+    parts = [f"step: {record['step']:2}  loss: {record['loss']:8.5f}"]
+    parts.append(f"grad_norm: {record['grad_norm']:7.4f}")
     if record["phase"]:
         counts = " ".join(map(str, record["num_steps_by_type"].values()))
         parts += [f"phase: {record['phase']:<11}", f"NS steps: {counts}"]

@@ -13,9 +13,7 @@ import torch.distributed as dist
 
 from amo_dist.optimizers.muon import Muon
 from amo_dist.schedule.amo import AMOPolicy
-from amo_dist.schedule.plan import PLAN_FILE
-from torchtitan_ext.runs import files
-from torchtitan_ext.runs.records import METRICS_FILE, append_records, drop_from, read_records
+from torchtitan_ext.runs.run_files import RunFiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +97,11 @@ class RunLog:
     def __init__(
         self, folder: str | Path, optimizer: torch.optim.Optimizer, num_steps: int | None = None
     ) -> None:
-        self._folder, self._optimizer, self._num_steps = Path(folder), optimizer, num_steps
-        self._writes = not dist.is_initialized() or dist.get_rank() == 0
-        self._last: Mapping[str, Any] | None = None
+        self._optimizer, self._num_steps = optimizer, num_steps
+        writes = not dist.is_initialized() or dist.get_rank() == 0
+        self._files = RunFiles(Path(folder)) if writes else None
         self._step: int | None = None
         self._time = time.perf_counter()
-        self._plan: str | None = None
 
     def __call__(
         self, loss: float | torch.Tensor, step: int | None = None, **figures: float | torch.Tensor
@@ -121,26 +118,23 @@ class RunLog:
             ValueError: ``step`` is None with an optimizer outside of the Muon family, or the file
                 of records cannot be read.
         """
-        if not self._writes:
+        if self._files is None:
             return
         if step is None:
             if not isinstance(self._optimizer, Muon):
                 kind = type(self._optimizer).__name__
                 raise ValueError(f"step: found none with {kind}, expected the number of the step")
             step = self._optimizer.num_steps_taken
-        path = self._folder / METRICS_FILE
         if self._step is None:  # a run that resumes repeats the later steps of an earlier one
-            self._folder.mkdir(parents=True, exist_ok=True)
-            drop_from(path, step)
-            (self._folder / PLAN_FILE).unlink(
-                missing_ok=True
-            )  # written again below if there is a plan
-            self._last = next((r for r in reversed(read_records(path)) if "loss" in r), None)
+            self._files.start(step)
             self._step = step - 1
         now, latest = time.perf_counter(), report(self._optimizer)
         seconds, num_steps = now - self._time, max(step - self._step, 1)
         numbers = {name: _number(value) for name, value in figures.items()}
-        tokens, before = numbers.get("num_tokens"), (self._last or {}).get("num_tokens") or 0.0
+        tokens, before = (
+            numbers.get("num_tokens"),
+            (self._files.last or {}).get("num_tokens") or 0.0,
+        )
         record = {
             "step": step,
             "training_steps": self._num_steps,
@@ -152,15 +146,14 @@ class RunLog:
             "tokens_per_second": None if tokens is None else (tokens - before) / seconds,
             "phase": latest.phase,
             "num_steps_by_type": latest.num_steps_by_type,
-            "changes": changes(self._optimizer, self._last, step),
+            "changes": changes(self._optimizer, self._files.last, step),
             "optimizer": latest.metrics,
             **numbers,
         }
-        append_records(path, [record])
-        if latest.plan is not None and latest.plan != self._plan:
-            files.replace(self._folder / PLAN_FILE, latest.plan + "\n")
-            self._plan = latest.plan
-        self._last, self._step, self._time = record, step, now
+        self._files.append(record)
+        if latest.plan is not None:
+            self._files.save_plan(latest.plan)
+        self._step, self._time = step, now
 
 
 def _number(value: float | torch.Tensor) -> float:
