@@ -8,10 +8,11 @@ is complete.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import hashlib
 import json
-import os
 import sysconfig
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -42,56 +43,50 @@ def shard_path(folder: Path, task: int) -> Path:
     return folder / f"{task:05d}_unshuffled.ds"
 
 
-def read_settings(folder: Path) -> dict[str, Any] | None:
-    """Settings of a folder; ``None`` where there are none.
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Settings of a folder; empty where there are none.
 
     Raises:
         ValueError: If they cannot be understood.
     """
     path = folder / SETTINGS
     try:
-        settings = json.loads(path.read_text())
-        if {"tokenizer", "tasks", "score_field"} <= settings.keys():
-            return dict(settings)
-    except FileNotFoundError:
-        return None
-    except (AttributeError, ValueError, RecursionError):
-        pass
-    raise ValueError(f"{path}: found no settings, expected those that `amo tokenize` wrote")
+        return dict(json.loads(path.read_text())) if path.exists() else {}
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: found no settings of `amo tokenize`: {error}") from None
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Corpus:
     """Documents in shards, as one row of tokens.
 
-    Args:
-        shards: Names of the shards.
-        read: Function that returns all tokens of a shard.
-        sizes: Tokens of each piece; the pieces are the shards, or documents by their scores.
-        shard_of: Shard of each piece.
-        offsets: Place of each piece in its shard.
-        digest: Hexadecimal digest that tells the corpus from others.
-        vocab_size: Tokens of the tokenizer.
-
-    Attributes:
-        num_tokens: Tokens of all documents, end tokens included.
-        digest: As the argument.
+    The row has pieces: shards, or documents by their scores.
     """
 
-    def __init__(
-        self,
-        shards: Sequence[object],
-        read: Callable[[int], Tokens],
-        sizes: npt.NDArray[np.int64],
-        shard_of: npt.NDArray[np.int64],
-        offsets: npt.NDArray[np.int64],
-        digest: str,
-        vocab_size: int,
-    ) -> None:
-        self._shards, self._read = shards, read
-        self._ends, self._shard_of, self._offsets = np.cumsum(sizes), shard_of, offsets
-        self.num_tokens = int(sizes.sum())
-        self.digest = digest
-        self._vocab_size = vocab_size
+    shards: Sequence[object]
+    """Names of the shards."""
+    read: Callable[[int], Tokens]
+    """Function that returns all tokens of a shard."""
+    sizes: npt.NDArray[np.int64]
+    """Tokens of each piece."""
+    shard_of: npt.NDArray[np.int64]
+    """Shard of each piece."""
+    offsets: npt.NDArray[np.int64]
+    """Place of each piece in its shard."""
+    digest: str
+    """Hexadecimal digest that tells the corpus from others."""
+    vocab_size: int
+    """Tokens of the tokenizer."""
+
+    @functools.cached_property
+    def ends(self) -> npt.NDArray[np.int64]:
+        """End of each piece in the row."""
+        return np.cumsum(self.sizes)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all documents, end tokens included."""
+        return int(self.sizes.sum())
 
     def num_sequences(self, seq_len: int) -> int:
         """Sequences of ``seq_len`` tokens, each with a label: no token is the label of two."""
@@ -106,17 +101,17 @@ class Corpus:
         start = number * seq_len
         stop = start + seq_len + 1
         parts = []
-        piece = int(np.searchsorted(self._ends, start, side="right"))
+        piece = int(np.searchsorted(self.ends, start, side="right"))
         while start < stop:
-            first = int(self._ends[piece - 1]) if piece else 0
-            begin = int(self._offsets[piece]) + start - first
-            take = min(stop, int(self._ends[piece])) - start
-            shard = int(self._shard_of[piece])
-            part = self._read(shard)[begin : begin + take].astype(np.int64)
-            if part.max() >= self._vocab_size:
+            first = int(self.ends[piece - 1]) if piece else 0
+            begin = int(self.offsets[piece]) + start - first
+            take = min(stop, int(self.ends[piece])) - start
+            shard = int(self.shard_of[piece])
+            part = self.read(shard)[begin : begin + take].astype(np.int64)
+            if part.max() >= self.vocab_size:
                 raise ValueError(
-                    f"{self._shards[shard]}: found token {part.max()}, expected less than "
-                    f"{self._vocab_size}: the file is damaged"
+                    f"{self.shards[shard]}: found token {part.max()}, expected less than "
+                    f"{self.vocab_size}: the file is damaged"
                 )
             parts.append(part)
             start, piece = start + take, piece + 1
@@ -137,7 +132,7 @@ def open_packed(folder: str, tokenizer: BaseTokenizer, order: str = "uniform") -
     """
     root = Path(folder).expanduser()
     settings = read_settings(root)
-    if settings is None:
+    if not settings:
         raise ValueError(
             f"dataloader.dataset_path: no {SETTINGS} in {folder!r}, expected a folder that "
             "`amo tokenize` made"
@@ -220,20 +215,13 @@ def standard_library(tokenizer: Any) -> Corpus:
 
     Installed packages are left out.
     """
-    root = sysconfig.get_path("stdlib")
-    paths = []
-    for folder, subfolders, names in os.walk(root):
-        left_out = {"site-packages", "dist-packages", "__pycache__"}
-        subfolders[:] = [n for n in subfolders if n not in left_out and not n.startswith(".")]
-        paths += [Path(folder, n) for n in names if n.endswith(".py") and not n.startswith(".")]
-    texts = []
-    for path in sorted(paths):
-        try:
-            text = path.read_bytes().decode()
-        except UnicodeDecodeError:  # Some tests of Python have other encodings.
-            continue
-        if text and not text.isspace():
-            texts.append(text)
+    root, left_out = sysconfig.get_path("stdlib"), {"site-packages", "dist-packages"}
+    texts: list[str] = []
+    for path in sorted(Path(root).glob("**/*.py")):
+        if not left_out.intersection(path.parts[len(Path(root).parts) :]):
+            with contextlib.suppress(UnicodeDecodeError):  # Some tests have other encodings.
+                texts.append(path.read_bytes().decode())
+    texts = [text for text in texts if text and not text.isspace()]
     vocab_size = tokenizer.get_vocab_size()
     type_ = token_type(vocab_size)
     tokens = np.concatenate([np.asarray(d, type_) for d in tokenizer.encode_documents(texts)])

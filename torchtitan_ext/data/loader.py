@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import logging
 import os
 import re
 from collections.abc import Iterator
@@ -21,13 +20,10 @@ from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import derive
 from torchtitan.hf_datasets import text_datasets as titan
 
-from torchtitan_ext.batch import sequences_per_step
 from torchtitan_ext.data.corpus import Corpus, open_packed, standard_library
 from torchtitan_ext.data.order import Mixture, shuffled
 from torchtitan_ext.imports import import_class
 from torchtitan_ext.runs.differences import differences
-
-logger = logging.getLogger(__name__)
 
 DATASETS = ("packed", "stdlib")
 """Values of ``dataloader.dataset`` read here; torchtitan's own loader reads those that it knows.
@@ -134,14 +130,11 @@ class PackedLoader(BaseDataLoader):
             )
         self._mixture = Mixture(weights, config.seed)
         self._corpora = open_corpora(config, tokenizer)
-        held = [corpus.num_tokens for corpus in self._corpora]
         self._sizes = [corpus.num_sequences(seq_len) for corpus in self._corpora]
         if min(self._sizes) < 1:
             raise ValueError(
-                f"training.seq_len: found {seq_len}, expected less than the tokens of the corpus, "
-                f"{min(held)}"
+                f"training.seq_len: found {seq_len}, expected less than the tokens of the corpus"
             )
-        self._num_tokens = sum(held)
         self._config = config
         self._end = None if config.infinite else self._sizes[0]
         self._batch_size, self._seq_len = local_batch_size, seq_len
@@ -189,28 +182,6 @@ class PackedLoader(BaseDataLoader):
             labels[max(0, end - first) :] = IGNORE_INDEX
             start = stop
             yield (batch, labels), stop
-
-    def warn_of_length(self, training: Any) -> None:
-        """Log a warning where a run draws much less of ordered documents than there is, or more.
-
-        Args:
-            training: torchtitan's ``[training]``.
-        """
-        if self._rank > 0 or self._config.order == "uniform":
-            return
-        drawn = training.steps * sequences_per_step(training, self._world) * self._seq_len
-        if not 0.9 * self._num_tokens <= drawn <= 1.1 * self._num_tokens:
-            effect = (
-                "documents at the end of the order are never drawn"
-                if drawn < self._num_tokens
-                else "documents are drawn again, from the beginning of the order"
-            )
-            logger.warning(
-                "training.steps: the run draws %.3g tokens of a corpus of %.3g: %s",
-                drawn,
-                self._num_tokens,
-                effect,
-            )
 
     def _tokens(self, number: int) -> Any:
         """Tokens of a sequence of the run, and the token after them."""
@@ -308,20 +279,17 @@ def paths(config: PackedLoader.Config) -> list[tuple[str, float]]:
         ValueError: One of several has no weight.
     """
     text = config.dataset_path or ""
-    is_folder = os.path.exists(os.path.expanduser(text))  # Such as data/lang=en.
-    if config.dataset != "packed" or "=" not in text or is_folder:
+    # A folder may be named data/lang=en.
+    if config.dataset != "packed" or "=" not in text or os.path.exists(os.path.expanduser(text)):
         return [(text, 1.0)]
-    weighted = []
-    for part in text.split(","):
-        path, _, weight = part.strip().rpartition("=")
-        try:
-            weighted.append((path, float(weight)))
-        except ValueError:
-            raise ValueError(
-                f"dataloader.dataset_path: found {part.strip()!r}, expected a folder that exists, "
-                "or one with its weight, such as data/web=0.7"
-            ) from None
-    return weighted
+    parts = [part.strip().rpartition("=") for part in text.split(",")]
+    try:
+        return [(path, float(weight)) for path, _, weight in parts]
+    except ValueError:
+        raise ValueError(
+            f"dataloader.dataset_path: found {text!r}, expected a folder that exists, or several "
+            "with their weights, such as data/web=0.7,data/code=0.3"
+        ) from None
 
 
 def check(config: PackedLoader.Config) -> None:
@@ -330,26 +298,17 @@ def check(config: PackedLoader.Config) -> None:
     Raises:
         ValueError: Naming the field, what was found and what was expected.
     """
+    known = (*DATASETS, *titan.DATASETS)  # torchtitan's own error would name its own alone.
     if "." in config.dataset:
         import_class(config.dataset, BaseDataLoader, "dataloader.dataset")
         return
-    if config.dataset not in DATASETS:
-        # torchtitan's own error would name its own datasets alone.
-        if config.dataset.lower() not in titan.DATASETS:
-            known = ", ".join(map(repr, (*DATASETS, *titan.DATASETS)))
-            raise ValueError(
-                f"dataloader.dataset: found {config.dataset!r}, expected one of {known}"
-            )
-        return
-    if config.dataset != "stdlib" and not config.dataset_path:
-        raise ValueError(
-            "dataloader.dataset_path: found none, expected a folder that `amo tokenize` made"
-        )
+    if config.dataset.lower() not in known:
+        names = ", ".join(map(repr, known))
+        raise ValueError(f"dataloader.dataset: found {config.dataset!r}, expected one of {names}")
     Mixture([weight for _, weight in paths(config)], config.seed)
-    if config.order != "uniform" and config.dataset == "stdlib":
+    if config.order != "uniform" and config.dataset != "packed":
         raise ValueError(
-            f"dataloader.order: found {config.order!r}, expected 'uniform' for 'stdlib', which has "
-            "no scores"
+            f"dataloader.order: found {config.order!r}, expected 'uniform' for {config.dataset!r}"
         )
 
 
@@ -361,10 +320,8 @@ def validate(config: Any) -> None:
     """
     check(config.dataloader)
     if config.validator.enable:
-        if config.validator.freq < 1:
-            raise ValueError(
-                f"validator.freq: found {config.validator.freq}, expected an integer >= 1"
-            )
+        if (freq := config.validator.freq) < 1:
+            raise ValueError(f"validator.freq: found {freq}, expected an integer >= 1")
         with named_for(config.validator.dataloader):
             check(config.validator.dataloader)
 

@@ -24,13 +24,12 @@ from datatrove.pipeline.writers import JsonlWriter
 
 from torchtitan_ext.data.tokenizers import Tokenizer
 
-JSON_LINES = (".jsonl", ".ndjson", ".json")
-COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")
-"""Suffixes after those of JSON lines."""
-FORMATS = (
-    *(".parquet", ".txt", *JSON_LINES),
-    *(lines + compression for lines in JSON_LINES for compression in COMPRESSIONS),
+JSON_LINES = tuple(
+    suffix + compression
+    for suffix in (".jsonl", ".json")
+    for compression in ("", ".gz", ".zst", ".bz2", ".xz")
 )
+FORMATS = (".parquet", ".txt", *JSON_LINES)
 """Suffixes of the files that are read by default. Any other file is plain text."""
 
 
@@ -66,7 +65,7 @@ class Rows(ParquetReader):
         name = filepath.lower()
         if name.endswith(".parquet"):
             yield from super().read_file(filepath)
-        elif name.endswith(FORMATS) and not name.endswith(".txt"):
+        elif name.endswith(JSON_LINES):
             with self.data_folder.open(filepath, "rb", compression="infer") as file:
                 for number, line in enumerate(file):
                     yield self.get_document_from_dict(_parse(line), filepath, number)
@@ -113,7 +112,7 @@ def _reason(text: object, score: object) -> str:
 
 
 class BadRows(BaseFilter):
-    """Leave out bad rows, count them by reason, and list them in ``logs/bad_rows``.
+    """Leave out bad rows, count them by reason, and list them in the logs.
 
     Args:
         logs: Folder of the logs.
@@ -125,31 +124,24 @@ class BadRows(BaseFilter):
     def __init__(self, logs: str, max_share: float) -> None:
         super().__init__(JsonlWriter(f"{logs}/bad_rows", compression=None))
         self.max_share = max_share
-        self.num_rows = self.num_bad = 0
 
-    def filter(self, doc: Document) -> bool | tuple[bool, str]:
-        """Whether a document is good, or the reason why it is not."""
+    def filter(self, doc: Document) -> tuple[bool, str]:
+        """Whether a document is good, and the reason why it is not."""
         reason = doc.metadata["reason"]
-        self.num_rows += 1
-        self.num_bad += bool(reason)
-        self._check(max(self.num_rows, 1000), doc)
-        return (False, reason) if reason else True
+        return not reason, reason
 
     def run(self, data: Iterable[Document], rank: int = 0, world_size: int = 1) -> Any:
         """Good documents.
 
         Raises:
-            ValueError: The share of bad ones is too large, of the first thousand rows on or of all.
+            ValueError: The share of bad ones is too large.
         """
         yield from super().run(data, rank, world_size)
-        self._check(self.num_rows)
-
-    def _check(self, num_rows: int, last: Document | None = None) -> None:
-        if self.num_bad > self.max_share * num_rows:
-            where = f"; the last: {last.id}: {last.metadata['reason']}" if last else ""
+        num_bad, num_rows = (int(self.stats[name].total) for name in ("dropped", "total"))
+        if num_bad > self.max_share * num_rows:
             raise ValueError(
-                f"--max-bad-rows: found {self.num_bad} bad rows among {self.num_rows}, expected a "
-                f"share of at most {self.max_share:g} (logs/bad_rows lists them{where})"
+                f"--max-bad-rows: found {num_bad} bad rows among {num_rows}, expected a share of "
+                f"at most {self.max_share:g}; logs/bad_rows lists them"
             )
 
 

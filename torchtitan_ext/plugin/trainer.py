@@ -84,8 +84,6 @@ class Trainer(titan.Trainer):
         if config.metrics.console == "brief":
             console.brief(Path(config.dump_folder))
         super().__init__(config)
-        if isinstance(self.dataloader, PackedLoader):
-            self.dataloader.warn_of_length(config.training)
         self.has_trained = False
         """Whether this process made a step."""
 

@@ -101,22 +101,20 @@ def export(checkpoint: Path, output: Path, source: Source, dtype: str = "float32
     """
     _require_own(output)
     require_transformers()
-    assets = None
-    if source.tokenizer.kind != "byte":
-        assets = _tokenizer_folder(source.tokenizer.path or source.assets)
+    kind = source.tokenizer.kind
+    assets = _tokenizer_folder(source.tokenizer.path or source.assets) if kind == "hf" else None
+    # Training put this token after each document; the files may name the end of a turn.
+    eos = source.tokenizer.build(tokenizer_path=source.assets).eos_id
     model = load(checkpoint, source, dtype)
     output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".export-", dir=output) as name:
         scratch = Path(name)
-        if assets is None:
+        if kind == "byte":
             byte_tokenizer().save_pretrained(scratch)
-        else:
+        elif assets is not None:
             for file_name in TOKENIZER_FILES:
                 if (assets / file_name).is_file():
                     shutil.copyfile(assets / file_name, scratch / file_name)
-        tokenizer = require_transformers().AutoTokenizer.from_pretrained(scratch)
-        # Training put this token after each document; the tokenizer may name the end of a turn.
-        eos = tokenizer.convert_tokens_to_ids(source.tokenizer.eos_token or tokenizer.eos_token)
         model.config.eos_token_id = model.generation_config.eos_token_id = eos
         model.save_pretrained(scratch)
         # This file says that a folder holds a model: it goes first and comes last.
@@ -314,6 +312,10 @@ def run(args: argparse.Namespace) -> int:
         ValueError: There is no checkpoint, or as :func:`find_source` and :func:`export`.
     """
     checkpoint = find_checkpoint(args.checkpoint)
-    export(checkpoint, args.output, find_source(checkpoint, args.config), args.dtype)
+    source = find_source(checkpoint, args.config)
+    export(checkpoint, args.output, source, args.dtype)
     print(f"{checkpoint} is written to {args.output}")
+    if source.tokenizer.kind == "tiktoken":
+        path = source.tokenizer.path or "tiktoken's own file"
+        print(f"without a tokenizer: it is tiktoken's, {source.tokenizer.encoding} of {path}")
     return 0

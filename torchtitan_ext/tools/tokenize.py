@@ -7,12 +7,10 @@ tokens of a task depend on its files alone. The same command goes on after the t
 from __future__ import annotations
 
 import argparse
-import glob
 import hashlib
 import importlib
 import json
 import os
-import re
 import shlex
 import sys
 from pathlib import Path
@@ -21,154 +19,85 @@ from typing import Any
 from torchtitan_ext.runs.files import replace
 from torchtitan_ext.tools.command import Subparsers, whole
 
-TASK_BYTES = 2**28
-"""Bytes of files for which a task is added by default."""
+CHOICES = {
+    "--tokenizer": ("hf", "tiktoken", "byte"),
+    "--encoding": ("llama3", "gpt2", "cl100k_base", "o200k_base"),
+    "--executor": ("local", "slurm", "ray"),
+}
+OPTIONS = {
+    "--tokenizer": ("hf", "kind of the tokenizer, as [tokenizer] kind"),
+    "--tokenizer-path": ("", "folder or file of the tokenizer"),
+    "--encoding": ("llama3", "pattern and special tokens of tiktoken"),
+    "--eos-token": ("", "token after each document"),
+    "--pattern": ("", "glob of the files in the folder; else parquet, JSON lines and .txt"),
+    "--text-field": ("text", "field with a row's text"),
+    "--score-field": ("", "field with a row's score, by which training may order documents"),
+    "--max-bad-rows": (0.01, "largest allowed share of rows of a task without usable text"),
+    "--executor": ("local", "executor of datatrove"),
+}
+"""Default value and help by option."""
 
 
-def list_files(source: str, pattern: str) -> tuple[str, dict[str, int]]:
-    """The files of a corpus.
-
-    Args:
-        source: Folder (searched through), file or glob, or a URL of one that ``fsspec`` opens.
-        pattern: Glob of the files of a folder; empty for those of rows and ``.txt``.
-
-    Returns:
-        The folder, and by path in it the size of each file in bytes, sorted by path.
-
-    Raises:
-        ValueError: If there is none.
-    """
-    from torchtitan_ext.data.pipeline import FORMATS
-
-    core: Any = importlib.import_module("fsspec.core")  # It has no types.
-    system, root = core.url_to_fs(os.path.expanduser(source).rstrip("/"))
-    if not system.isdir(root):
-        parts = root.split("/")
-        if system.isfile(root):
-            count, parts[-1] = len(parts) - 1, glob.escape(parts[-1])
-        else:
-            count = next((i for i, p in enumerate(parts) if glob.has_magic(p)), len(parts) - 1)
-        root, pattern = "/".join(parts[:count]), "/".join(parts[count:])
-    if pattern:
-        info_by_path = system.glob(f"{glob.escape(root)}/{pattern}", detail=True)
-    else:
-        info_by_path = system.find(root, detail=True)
-    relative = {path.removeprefix(f"{root}/"): info for path, info in sorted(info_by_path.items())}
-    sizes = {
-        path: int(info["size"])
-        for path, info in relative.items()
-        if info["type"] == "file" and not any(part.startswith(".") for part in path.split("/"))
-        if pattern or path.lower().endswith(FORMATS)
-    }
-    if not sizes:
-        raise ValueError(
-            f"source: found no file in {source!r}, expected a folder, a file or a glob of "
-            f"{', '.join(FORMATS)}, or of others by --pattern"
-        )
-    return system.unstrip_protocol(root), sizes
-
-
-def pinned(source: str) -> str:
-    """The URL of a dataset on the hub with its newest commit; any other source as it is."""
-    parts = re.fullmatch(r"(hf://datasets/)([^/@]+/[^/@]+)(?:@([^/]+))?(.*)", source)
-    if parts is None:
-        return source
-    scheme, name, revision, path = parts.groups()
-    api = importlib.import_module("huggingface_hub").HfApi()
-    return f"{scheme}{name}@{api.dataset_info(name, revision=revision).sha}{path}"
-
-
-def tokenize(source: str, output: Path, tokenizer: Any, args: argparse.Namespace) -> Any:
-    """Start the executor of ``datatrove`` on all tasks that are not done.
+def tokenize(args: argparse.Namespace, tokenizer: Any) -> None:
+    """Have ``datatrove`` run all tasks that are not done.
 
     Args:
-        source: Folder, file, glob or URL.
-        output: Folder of the tokens.
-        tokenizer: ``[tokenizer]``.
         args: Options of the command.
+        tokenizer: ``[tokenizer]``.
 
     Raises:
         ValueError: For what cannot be read, too many bad rows, or a folder of other settings.
     """
+    from datatrove.io import DataFolder
+
     from torchtitan_ext.data.corpus import SETTINGS, read_settings
-    from torchtitan_ext.data.pipeline import BadRows, Rows, Tokens
+    from torchtitan_ext.data.pipeline import FORMATS, BadRows, Rows, Tokens
     from torchtitan_ext.data.tokenizers import identity
     from torchtitan_ext.runs.differences import differences
 
-    saved = read_settings(output) or {}
-    is_same = saved.get("source") == source
-    location = saved["location"] if is_same else pinned(source)
-    folder, sizes = list_files(location, args.pattern)
-    listing = "".join(f"{path}\n" for path in sizes)
+    source = os.path.expanduser(args.source)
+    paths = DataFolder(source).list_files(glob_pattern=args.pattern or None)
+    own = f"{os.path.relpath(args.output, source)}/"  # The logs are JSON, too.
+    paths = [path for path in paths if args.pattern or path.lower().endswith(FORMATS)]
+    paths = [path for path in paths if not path.startswith(own)]
+    if not (args.source and paths):
+        expected = args.pattern or ", ".join(FORMATS)
+        raise ValueError(f"source: found no file in {source!r}, expected a folder of {expected}")
+    listing = "".join(f"{path}\n" for path in paths)
+    saved = read_settings(args.output)
+    num_cores = len(os.sched_getaffinity(0))
     settings = {
-        "source": source,
-        "location": location,
+        "source": args.source,
         "files": hashlib.sha256(listing.encode()).hexdigest()[:16],
         "tokenizer": identity(tokenizer.build(tokenizer_path=tokenizer.path)),
         "text_field": args.text_field,
         "score_field": args.score_field,
-        "tasks": args.tasks
-        or saved.get("tasks")
-        or min(len(sizes), sum(sizes.values()) // TASK_BYTES + 1),
+        "tasks": args.tasks or saved.get("tasks") or min(len(paths), num_cores),
     }
     if saved and (changed := differences(saved, settings)):
-        raise ValueError(
-            f"{output / SETTINGS}: was made with other settings ({'; '.join(changed)})"
-        )
-    logs, paths_file = str(output / "logs"), output / "files.txt"
-    output.mkdir(parents=True, exist_ok=True)
-    replace(paths_file, listing)
-    replace(output / SETTINGS, json.dumps(settings, indent=1))
+        path = args.output / SETTINGS
+        raise ValueError(f"{path}: was made with other settings ({'; '.join(changed)})")
+    args.output.mkdir(parents=True, exist_ok=True)
+    replace(args.output / "files.txt", listing)
+    replace(args.output / SETTINGS, json.dumps(settings, indent=1))
+    logs = str(args.output / "logs")
     pipeline = [
-        Rows(folder, str(paths_file), args.text_field, args.score_field),
+        Rows(source, str(args.output / "files.txt"), args.text_field, args.score_field),
         BadRows(logs, args.max_bad_rows),
-        Tokens(output, tokenizer, bool(args.score_field)),
+        Tokens(args.output, tokenizer, bool(args.score_field)),
     ]
-    options = dict(map(_option, args.executor_option))
-    if args.executor == "local":
-        workers = min(args.workers or len(os.sched_getaffinity(0)), settings["tasks"])
-        options["workers"] = workers
+    options: dict[str, Any] = dict(text.split("=", 1) for text in args.executor_option)
+    options |= {name: int(value) for name, value in options.items() if value.isdecimal()}
+    if args.executor == "slurm":  # The jobs find the programs of datatrove where this one is.
+        programs = shlex.quote(str(Path(sys.executable).parent))
+        options.setdefault("env_command", f"export PATH={programs}:$PATH")
+    elif args.executor == "local":
+        options.setdefault("workers", min(settings["tasks"], num_cores))
         # One process uses all cores, and several would take them from one another.
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", str(workers == 1).lower())
-    elif args.workers:
-        options["workers"] = args.workers
-    if args.executor == "slurm":
-        path = Path(sys.executable).parent  # Where the jobs find the programs of datatrove.
-        options.setdefault("env_command", f"export PATH={shlex.quote(str(path))}:$PATH")
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", str(options["workers"] == 1).lower())
     module = importlib.import_module(f"datatrove.executor.{args.executor}")
     executor = getattr(module, f"{args.executor.title()}PipelineExecutor")
-    return executor(pipeline, tasks=settings["tasks"], logging_dir=logs, **options).run()
-
-
-def _option(text: str) -> tuple[str, Any]:
-    name, _, value = text.partition("=")
-    return name, int(value) if value.isdecimal() else value
-
-
-def summary(output: Path, tokenizer: Any) -> str:
-    """The result of the tasks that are done, as lines for a person."""
-    from torchtitan_ext.data.corpus import open_packed, read_settings
-
-    settings = read_settings(output)
-    assert settings is not None
-    logs = sorted((output / "logs" / "stats").glob("*.json"))
-    if len(logs) < settings["tasks"]:
-        return f"{len(logs)} of {settings['tasks']} tasks are done; the same command goes on"
-    counts: dict[str, int] = {}
-    for log in logs:
-        steps = {
-            step["name"].rpartition(": ")[2]: step["stats"] for step in json.loads(log.read_text())
-        }
-        for name, stat in steps["bad rows"].items():
-            if name.startswith("dropped_"):
-                reason = name.removeprefix("dropped_")
-                counts[reason] = counts.get(reason, 0) + stat
-    corpus = open_packed(str(output), tokenizer)
-    bad = "".join(f", {count} rows {reason}" for reason, count in sorted(counts.items()))
-    return (
-        f"{corpus.num_tokens} tokens of {settings['tasks']} tasks{bad}\n"
-        f'[dataloader] dataset = "packed", dataset_path = "{output}"'
-    )
+    executor(pipeline, tasks=settings["tasks"], logging_dir=logs, **options).run()
 
 
 def add_command(subparsers: Subparsers) -> None:
@@ -180,69 +109,37 @@ def add_command(subparsers: Subparsers) -> None:
         "interrupted, the same command continues it.",
     )
     add = parser.add_argument
-    add("source", help="folder, file, glob or URL of parquet, JSON lines or text")
+    add("source", help="folder of the files, or its URL, such as hf://datasets/OWNER/NAME")
     add("-o", "--output", type=Path, required=True, metavar="DIR", help="folder to write")
-    add(
-        "--tokenizer",
-        choices=("hf", "tiktoken", "byte"),
-        default="hf",
-        help="kind of the tokenizer, as [tokenizer] kind (default %(default)s)",
-    )
-    add("--tokenizer-path", default="", metavar="PATH", help="folder or file of the tokenizer")
-    add("--encoding", default="llama3", help="encoding of tiktoken (default %(default)s)")
-    add("--eos-token", default="", help="token after each document")
-    add(
-        "--pattern",
-        default="",
-        help="glob of the files to read in a folder (default: parquet, JSON lines and .txt)",
-    )
-    add("--text-field", default="text", help="field with a row's text (default %(default)s)")
-    add(
-        "--score-field",
-        default="",
-        help="field with a row's score, by which training may order documents",
-    )
-    add(
-        "--max-bad-rows",
-        type=float,
-        default=0.01,
-        metavar="SHARE",
-        help="largest allowed share of rows without usable text (default %(default)s)",
-    )
-    size = whole(1, 2**20)
-    add("--tasks", type=size, help="tasks that share the files (default: by size)")
-    add("--workers", type=size, help="tasks at a time (default: all cores)")
-    add(
-        "--executor",
-        choices=("local", "slurm", "ray"),
-        default="local",
-        help="executor of datatrove (default %(default)s)",
-    )
+    for name, (default, text) in OPTIONS.items():
+        shown = f"{text} (default %(default)s)" if default else text
+        add(name, default=default, type=type(default), choices=CHOICES.get(name), help=shown)
+    add("--tasks", type=whole(1, 2**20), help="tasks that share the files (default: all cores)")
     add(
         "--executor-option",
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="option of datatrove's executor, such as partition=cpu",
+        help="option of datatrove's executor, such as workers=4 or partition=cpu",
     )
     parser.set_defaults(run=_run)
 
 
 def _run(args: argparse.Namespace) -> int:
+    from torchtitan_ext.data.corpus import open_packed
     from torchtitan_ext.data.tokenizers import Tokenizer
 
     if args.tokenizer == "hf" and not args.tokenizer_path:
         raise ValueError("--tokenizer-path: found none, expected one for 'hf'")
-    if not args.source:
-        raise ValueError("source: found '', expected a folder, a file, a glob or a URL")
-    if not 0 <= args.max_bad_rows <= 1:
-        raise ValueError(f"--max-bad-rows: found {args.max_bad_rows}, expected a share, 0 to 1")
     tokenizer = Tokenizer.Config(
         kind=args.tokenizer,
         path=args.tokenizer_path,
         encoding=args.encoding,
         eos_token=args.eos_token,
     )
-    tokenize(args.source, args.output, tokenizer, args)
-    print(summary(args.output, tokenizer.build(tokenizer_path=args.tokenizer_path)))
+    tokenize(args, tokenizer)
+    if args.executor == "local":
+        built = tokenizer.build(tokenizer_path=args.tokenizer_path)
+        print(f"{open_packed(str(args.output), built).num_tokens} tokens")
+        print(f'[dataloader] dataset = "packed", dataset_path = "{args.output}"')
     return 0
