@@ -169,7 +169,7 @@ def test_the_config_of_a_start_on_a_cluster_is_in_order(
     arguments, nodes = cluster_starts()[command]
     args, overrides = build_parser().parse_known_args(["train", *arguments])
     world = str(8 * (args.nodes or nodes))
-    assert main(["preflight", args.config, "--world", world, "--elsewhere", *overrides]) == 0
+    assert main(["preflight", args.config, "--world", world, *overrides]) == 0
     assert "is in order" in capsys.readouterr().out
 
 

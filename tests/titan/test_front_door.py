@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -108,3 +109,44 @@ def test_a_rank_of_torchrun_becomes_the_rank(tmp_path: Path) -> None:
     module = ["-u", "-m", "torchtitan_ext.train"]
     expected = [*module, "--job.config_file", "x.toml", "--training.steps=3"]
     assert done.stdout.splitlines()[0] == str(expected)
+
+
+def test_a_file_does_not_command_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text('[optimizer]\nname = "\\u001b[2J"\n')
+    assert main(["preflight", str(file), "--world", "2"]) == 1
+    output, errors = capsys.readouterr()
+    assert "\x1b" not in output + errors
+
+
+@pytest.mark.parametrize("redirect", [">&-", "> /dev/full"])
+def test_a_closed_or_full_output_is_a_mistake(redirect: str) -> None:
+    words = f"{sys.executable} -m torchtitan_ext plan --ell a=.1 {redirect}"
+    done = subprocess.run(
+        ["bash", "-c", words],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: standard output")
+
+
+def test_a_reader_that_closes_its_end_is_no_failure(tmp_path: Path) -> None:
+    """As in ``amo plan ... | head``."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with io.FileIO(writer, "w") as pipe:
+        done = subprocess.run(
+            [sys.executable, "-m", "torchtitan_ext", "plan", "--ell", "attn_q=3e-4"],
+            stdout=pipe,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+    assert (done.returncode, done.stderr) == (0, "")

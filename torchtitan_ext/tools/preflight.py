@@ -1,57 +1,47 @@
-"""``amo preflight``: what a config will do on many ranks, in seconds, without any of them."""
+"""``amo preflight``: check a config for many ranks without starting them."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import re
 import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from torchtitan_ext.tools.command import (
-    MOST_WORLD,
-    Subparsers,
-    positive,
-    print_parts,
-    print_text,
-    whole,
-)
+from amo_dist.schedule.types import MatrixInfo
+
+MOST_RANKS = 32_768
+"""Most ranks to lay out: half a minute of work."""
 
 
-def add_command(subparsers: Subparsers) -> None:
+def add_command(subparsers: Any) -> None:
     """Register ``preflight``."""
     parser = subparsers.add_parser(
         "preflight",
-        help="check a config and predict its run, without starting it",
-        description="Predict the run of a config without starting it: which parameters Muon and "
-        "AdamW train, each rank's work, traffic and memory, the tokens, the checkpoints, and the "
-        "steps at which the schedule changes. It does not predict run time. Mistakes of the config "
-        "are listed at the end, and the exit status is then 1.",
+        help="check a config for N ranks without starting them",
+        description="Check a config, and print what each optimizer trains, each rank's work, "
+        "traffic and memory, the checkpoints, and the steps at which the schedule changes. "
+        "Mistakes are listed at the end, and the exit status is then 1. What this machine lacks is "
+        "no mistake if it has fewer ranks than --world.",
         epilog="example: amo preflight configs/qwen3_1.7b.toml --world 32; torchtitan's options "
         "follow the file, e.g. --training.steps 200",
     )
     parser.add_argument("config", metavar="FILE", help="TOML file, such as those in configs")
-    size = whole(1, MOST_WORLD)
-    parser.add_argument("--world", type=size, default=32, help="number of ranks (default 32)")
-    parser.add_argument("--gpus-per-node", type=size, default=8, help="ranks per node (default 8)")
-    parser.add_argument(
-        "--plan",
-        metavar="TYPE=STEPS,...",
-        default="",
-        help="Newton-Schulz steps by operator type after the lock, e.g. attn_q=6,mlp_down=4 "
-        "(default: the AMO paper's plan if the config has planner = paper and the paper prints one "
-        "for the model, else the uniform schedule)",
-    )
+    parser.add_argument("--world", type=int, default=32, help="number of ranks (default 32)")
+    parser.add_argument("--gpus-per-node", type=int, default=8, help="ranks per node (default 8)")
     parser.add_argument(
         "--memory-gb",
-        type=positive(1e6),
+        type=float,
         help="memory of each rank's device, in 1e9 bytes (default: that of this machine's "
-        "accelerator, or 80 with --elsewhere; without either, memory is not checked)",
+        "accelerator, or 80 if it has fewer ranks than --world)",
     )
     parser.add_argument(
-        "--elsewhere",
-        action=argparse.BooleanOptionalAction,
-        help="whether the run will start on other machines: a tokenizer, data, network or disk "
-        "that this machine lacks is then a note and not a mistake (default: if --world is above "
-        "the number of ranks that this machine has)",
+        "--dry-run",
+        action="store_true",
+        help="also train two steps as one of the ranks, with collectives that torchtitan fakes; "
+        "on a CPU with short sequences",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.set_defaults(run=run, overrides=[])
@@ -66,30 +56,241 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: The arguments or the file cannot be read.
     """
+    for field in ("world", "gpus_per_node", "memory_gb"):
+        if (value := getattr(args, field)) is not None and not 0 < value <= MOST_RANKS:
+            raise ValueError(
+                f"--{field.replace('_', '-')}: found {value}, expected more than 0 and at most "
+                f"{MOST_RANKS}"
+            )
     print("loading PyTorch and torchtitan ...", file=sys.stderr, flush=True)
     from torchtitan_ext.config import settings
+    from torchtitan_ext.config.checks import collect
     from torchtitan_ext.plugin import machine
-    from torchtitan_ext.tools import preflight_here, preflight_report
-    from torchtitan_ext.tools.preflight_prediction import predict
+    from torchtitan_ext.tools import preflight_here
+    from torchtitan_ext.tools.dry_run import dry_run
 
     config = settings.load([f"--{settings.FILE}", args.config, *args.overrides])
-    is_elsewhere = args.elsewhere
-    if is_elsewhere is None:
-        is_elsewhere = args.world > machine.most_ranks()
+    is_elsewhere = args.world > machine.most_ranks()
     memory_gb = args.memory_gb or (80.0 if is_elsewhere else machine.gpu_memory_gb())
     config, problems = preflight_here.validate_config(config, args.world, memory_gb)
-    report = predict(config, args.world, args.gpus_per_node, args.plan, problems)
-    if config.model_spec is not None:
-        lacks = preflight_here.missing_on_this_machine(config)
-        if is_elsewhere:
-            report["notes"] += [f"on this machine: {problem}" for problem in lacks]
-        else:
-            problems += lacks
-    report["problems"] = list(dict.fromkeys(problems))
-    report["config"]["file"] = args.config
-    report["world"]["memory_gb"] = memory_gb
-    if args.json:
-        print_text(json.dumps(report, indent=2))
-    else:
-        print_parts(preflight_report.parts_of(report))
+    report = predict(config, args.world, args.gpus_per_node, problems)
+    if args.dry_run and not problems:
+        print(f"training two steps as one of {args.world} ranks ...", file=sys.stderr, flush=True)
+        report["dry run"] = collect(problems, lambda: dry_run(config, args.world))
+    missing = preflight_here.missing_on_this_machine(config) if config.model_spec else []
+    report["missing on this machine"] = missing
+    if not is_elsewhere:
+        problems += missing
+    report["errors"] = list(dict.fromkeys(problems))
+    print(json.dumps(report, indent=2) if args.json else "\n".join(lines_of(report)))
     return 1 if problems else 0
+
+
+def predict(
+    config: Any, world_size: int, ranks_per_node: int, problems: list[str]
+) -> dict[str, Any]:
+    """Make the report as JSON values, without the parts that mistakes leave unknown.
+
+    Args:
+        config: A config from :func:`torchtitan_ext.tools.preflight_here.validate_config`.
+        world_size: Number of ranks.
+        ranks_per_node: Consecutive ranks of one node.
+        problems: Mistakes of the config. An unknown matrix inside a block, and a schedule file that
+            lacks an operator type are appended.
+
+    Returns:
+        Sections by title: fields by name, or rows.
+    """
+    from torchtitan_ext.config.checks import collect, degrees
+    from torchtitan_ext.tools import preflight_memory
+
+    by_name = collect(problems, lambda: degrees(config, world_size))
+    layout = " x ".join(f"{name} {n}" for name, n in (by_name or {}).items() if n > 1)
+    report: dict[str, Any] = {
+        "config": {
+            "model": config.model.flavor,
+            "optimizer": config.optimizer.name,
+            "ranks": world_size,
+            "layout": layout or "one rank",
+        },
+        "timeline": {event: step for step, event in _timeline(config)},
+    }
+    groups = collect(problems, lambda: preflight_memory.groups_of(config))
+    if groups is None:
+        return report
+    registry = preflight_memory.registry_of(groups)
+    report["parameters"] = _parameters(groups)
+    steps = collect(problems, lambda: _steps(config, registry))
+    if steps is None or by_name is None or problems:
+        return report
+    report["Newton-Schulz steps"] = {
+        name: {"before the lock": before, "after": after} for name, before, after in steps
+    }
+    report["run"] = _run(config, by_name)
+    if by_name["tp"] == by_name["pp"] == 1:  # no other layout has a model of costs here
+        report |= _costs(config, by_name, registry, steps, ranks_per_node)
+    return report
+
+
+def _timeline(config: Any) -> list[tuple[int, str]]:
+    steps, schedule = config.training.steps, config.lr_scheduler
+    events = [(schedule.warmup_steps, "rate at its peak"), (steps, "end")]
+    if config.optimizer.name == "AMO":
+        amo = config.optimizer.amo
+        events.append((amo.interval, "first observation"))
+        if amo.observe_only:
+            events.append((amo.observe_until, "last observation"))
+        else:
+            events += [(amo.observe_until, "last observation, plan"), (amo.lock_step, "locked")]
+    return sorted((step, event) for step, event in events if 0 < step <= steps)
+
+
+def _parameters(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A row for the same parameter of all blocks."""
+    rows: dict[str, dict[str, Any]] = {}
+    total = {"name": "all", "shape": "", "operator type": "", "count": 0, "elements": 0}
+    for group in groups:
+        for name, parameter in group["params"]:
+            views = group.get("matrix_views", {}).get(name, ())
+            types = ", ".join(sorted({view.operator_type for view in views})) or "AdamW"
+            shape = " x ".join(map(str, parameter.shape))
+            pattern = re.sub(r"\.\d+\.", ".*.", name)
+            row = {"name": pattern, "shape": shape, "operator type": types}
+            row = rows.setdefault(str(row), {**row, "count": 0, "elements": 0})
+            for counted in (row, total):
+                counted["count"] += 1
+                counted["elements"] += parameter.numel()
+    return [*rows.values(), total]
+
+
+def _steps(config: Any, registry: Sequence[MatrixInfo]) -> list[tuple[str, int, int]]:
+    """Operator type, and its Newton-Schulz steps before and after the lock.
+
+    The paper prints the plan of two models; other plans come during the run, and uniform is shown.
+
+    Raises:
+        ValueError: For a schedule file that lacks an operator type.
+    """
+    from amo_dist.config import sort_operator_types
+    from amo_dist.optimizers import root
+    from amo_dist.optimizers.named import MUON_SCHEDULES
+    from amo_dist.schedule.policies import as_policy
+    from torchtitan_ext.config.schedule_file import load_schedule_file
+    from torchtitan_ext.tools.shapes import PLANS
+
+    optimizer = config.optimizer
+    types = sort_operator_types(info.operator_type for info in registry)
+    if optimizer.name == "AMO":
+        before = [optimizer.amo.base_steps] * len(types)
+        after = PLANS.get(config.model.flavor) if optimizer.amo.planner == "paper" else None
+        return list(zip(types, before, after or before, strict=True))
+    if optimizer.name == "ROOT":  # its triples are fitted before the first step
+        return [(name, root.NUM_STEPS, root.NUM_STEPS) for name in types]
+    if not types:
+        return []
+    path, schedule = optimizer.muon.schedule_file, optimizer.muon.schedule
+    schedule = schedule or MUON_SCHEDULES.get(optimizer.name, MUON_SCHEDULES["Muon"])
+    policy = as_policy(load_schedule_file(path) if path else schedule)
+    schedules = policy.schedules(policy.start(), policy.groups(registry), 1)
+    return [(name, schedules[name].num_steps, schedules[name].num_steps) for name in types]
+
+
+def _run(config: Any, degrees: Mapping[str, int]) -> dict[str, Any]:
+    from torchtitan_ext.batch import sequences_per_step
+    from torchtitan_ext.tools.preflight_memory import checkpoint_sizes
+
+    training = config.training
+    ranks = degrees["replicate"] * degrees["shard"]
+    batch = sequences_per_step(training, ranks)
+    tokens = batch * training.seq_len
+    return {
+        "steps": training.steps,
+        "peak rate": config.optimizer.lr,
+        "sequences per step": batch,
+        "accumulated batches": batch // (training.local_batch_size * ranks),
+        "tokens per step": tokens,
+        "tokens": tokens * training.steps,
+        **checkpoint_sizes(config),
+    }
+
+
+def _costs(
+    config: Any,
+    degrees: Mapping[str, int],
+    registry: Sequence[MatrixInfo],
+    steps: list[tuple[str, int, int]],
+    ranks_per_node: int,
+) -> dict[str, Any]:
+    """Work and traffic of the ranks in an optimizer step, by ownership, and their memory."""
+    from torchtitan_ext.tools.preflight_memory import logit_bytes, memory_of
+    from torchtitan_ext.tools.step_cost import OWNERSHIPS, StepCost, lay_out
+
+    memory = memory_of(config, degrees)
+    logits = logit_bytes(config, degrees)
+    ownership_rows, exchange, newton_schulz = {}, 0, 0
+    if registry:
+        shards = degrees["shard"] * degrees["cp"]
+        # Plain tensors are private to each rank, which does everything itself.
+        ranks = 1 if shards == 1 else degrees["replicate"] * shards
+        layout = "hsdp" if degrees["replicate"] > 1 and shards > 1 else "fsdp"
+        matrices = lay_out(registry, ranks, layout=layout, replica_size=shards)
+        muon = config.optimizer.amo if config.optimizer.name == "AMO" else config.optimizer.muon
+        after = {name: count for name, _, count in steps}
+        for ownership in OWNERSHIPS:
+            settings = dataclasses.replace(muon, ownership=ownership)
+            cost = StepCost(
+                registry, matrices, after, ranks, ranks_per_node=ranks_per_node, config=settings
+            )
+            sums = cost.summary()
+            ownership_rows[ownership] = {
+                "owners": sums["owners"],
+                "busiest / mean": cost.imbalance,
+                "GFLOP of the busiest": sums["gflop"]["most"],
+                "sent within the node bytes": sums["sent_within"]["mean"],
+                "to other nodes bytes": sums["sent_across"]["mean"],
+            }
+            if ownership == muon.ownership:
+                exchange, newton_schulz = cost.buffers(), cost.memory() - cost.buffers()
+    # The buffers of the exchange stay through forward and backward.
+    peak = sum(memory.values()) + exchange + max(logits, newton_schulz)
+    memory |= {"exchange_bytes": exchange, "newton_schulz_bytes": newton_schulz}
+    memory |= {"logits_bytes": logits, "at_most_bytes": peak}
+    return {
+        "locked optimizer step by ownership, mean of ranks": ownership_rows,
+        "memory of the fullest rank, without activations and gathered parameters": memory,
+    }
+
+
+# ------------------------------------------------------------------ text
+
+
+def lines_of(report: Mapping[str, Any]) -> Iterator[str]:
+    """The lines of a report: a title, then names and values or a table."""
+    for title, section in report.items():
+        if not section:
+            continue
+        yield from ("", title)
+        first = next(iter(section.values())) if isinstance(section, dict) else section[0]
+        if isinstance(first, str) and isinstance(section, list):
+            yield from (f"  {_text(title, line)}" for line in section)
+            continue
+        if isinstance(section, dict) and isinstance(first, dict):
+            section = [{"": name, **row} for name, row in section.items()]
+        if isinstance(section, dict):
+            rows = [[name, _text(name, value)] for name, value in section.items()]
+        else:
+            rows = [list(section[0])]
+            rows += [[_text(name, value) for name, value in row.items()] for row in section]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for row in rows:
+            cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+            yield "  ".join(["", *cells]).rstrip()
+
+
+def _text(name: str, value: Any) -> str:
+    from torchtitan_ext.tools.preflight_memory import size
+
+    if isinstance(value, (int, float)) and name.endswith("bytes"):
+        return size(value)
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return text if text.isprintable() else ascii(text)  # a file must not command the terminal

@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 
+from amo_dist.distributed.layout import make_matrix, replicated_layout
 from amo_dist.operators.groups import named_parameters
+from amo_dist.schedule.types import MatrixInfo
 from torchtitan_ext.plugin.optimizers import STOCK
 
 Groups = Sequence[Mapping[str, Any]]
-
-DISK_GB_PER_S = 1.0
-"""Write speed that notes assume of a shared file system; real ones write 1 to 100 times as fast."""
 
 EAGER_LOGIT_BYTES = 12
 """
@@ -38,6 +37,18 @@ def groups_of(config: Any) -> Groups:
         params = [(name, parameter) for parameter, name in named_parameters([model]).items()]
         return [{"params": params, "algorithm": "adamw"}]
     return optimizers.groups_of([model], config.optimizer)
+
+
+def registry_of(groups: Groups) -> list[MatrixInfo]:
+    """Every matrix, in the order in which owners are dealt."""
+    registry = []
+    for group in groups:
+        for name, parameter in group["params"]:
+            layout = replicated_layout(parameter.shape, [0])
+            for view in group.get("matrix_views", {}).get(name, ()):
+                shape = make_matrix("", layout, 0, view.boxes, view.dim).shape
+                registry.append(MatrixInfo(name + view.suffix, shape, view.operator_type))
+    return registry
 
 
 @functools.lru_cache(maxsize=1)  # a large one takes a second
@@ -85,31 +96,6 @@ def checkpoint_sizes(config: Any) -> dict[str, int]:
     }
 
 
-def timeout_notes(config: Any) -> list[str]:
-    """Notes on limits within which a checkpoint has to be written, on a slow file system.
-
-    Args:
-        config: A complete config.
-    """
-    if not config.checkpoint.enable:
-        return []
-    size = checkpoint_sizes(config)["checkpoint_bytes"]
-    seconds = size / (DISK_GB_PER_S * 1e9)
-    notes = []
-    # Ranks wait for the last save, and for that of a stop, whatever the async_mode.
-    limits = {
-        "checkpoint.stop_seconds": config.checkpoint.stop_seconds,
-        "comm.train_timeout_seconds": config.comm.train_timeout_seconds,
-    }
-    for field, limit in limits.items():
-        if limit <= seconds:
-            notes.append(
-                f"{field} = {limit}: a checkpoint of {size / 1e9:.1f} GB needs more than "
-                f"{size / 1e9 / limit:.1f} GB/s; at {DISK_GB_PER_S} GB/s it takes {seconds:.0f} s"
-            )
-    return notes
-
-
 def logit_bytes(config: Any, degrees: Mapping[str, int]) -> int:
     """Bytes that the logits of a batch and their gradients take at the worst moment of a rank.
 
@@ -131,35 +117,22 @@ def logit_bytes(config: Any, degrees: Mapping[str, int]) -> int:
     return num_logits * bytes_per_logit // shares
 
 
-def memory_of(config: Any, degrees: Mapping[str, int], exchange: int = 0) -> dict[str, int]:
-    """Bytes of the fullest rank by what they are for; no activations, no gathered parameters.
+def memory_of(config: Any, degrees: Mapping[str, int]) -> dict[str, int]:
+    """Bytes of the fullest rank that last, by what they are for: no activations.
 
     Args:
-        config: A settled config.
+        config: A checked config.
         degrees: Parallel degrees by name, without tensor or pipeline parallelism.
-        exchange: Memory of the optimizer's exchange.
     """
     params, state = held_bytes(config, degrees["shard"] * degrees["cp"])
-    return {
-        "parameters": params,
-        "gradients": params,
-        "optimizer_state": state,
-        "exchange": exchange,
-        "logits": logit_bytes(config, degrees),
-    }
-
-
-def peak(memory: Mapping[str, int]) -> int:
-    """Bytes of the fullest rank: logits are gone before matrices are exchanged."""
-    lasting = sum(memory[name] for name in ("parameters", "gradients", "optimizer_state"))
-    return lasting + max(memory["exchange"], memory["logits"])
+    return {"parameters_bytes": params, "gradients_bytes": params, "optimizer_state_bytes": state}
 
 
 def check_memory(config: Any, degrees: Mapping[str, int], memory_gb: float) -> None:
-    """Check that a rank can hold what it must, activations aside.
+    """Check that a rank can hold what it must, activations and exchange aside.
 
     Args:
-        config: A settled config.
+        config: A checked config.
         degrees: Parallel degrees by name.
         memory_gb: Memory of a rank's device, in 1e9 bytes.
 
@@ -168,18 +141,21 @@ def check_memory(config: Any, degrees: Mapping[str, int], memory_gb: float) -> N
     """
     logits, lasting = logit_bytes(config, degrees), 0
     if degrees["tp"] == degrees["pp"] == 1:
-        lasting = peak(memory_of(config, degrees)) - logits
-    if logits + lasting <= memory_gb * 1e9:
-        return
-    if lasting > memory_gb * 1e9:
+        lasting = sum(memory_of(config, degrees).values())
+    if logits + lasting > memory_gb * 1e9:
         raise ValueError(
-            f"parallelism.data_parallel_shard_degree: found {degrees['shard']}, where parameters, "
-            f"gradients and optimizer state take {lasting / 1e9:.1f} GB a rank; expected at most "
-            f"the {memory_gb:.1f} GB that it has"
+            f"training.local_batch_size: found {config.training.local_batch_size}, whose logits "
+            f"take {size(logits)} a rank, beside {size(lasting)} of parameters, gradients and "
+            f"optimizer state; expected at most {memory_gb:.1f} GB (a larger loss.num_chunks "
+            "divides the logits, and data_parallel_shard_degree the rest)"
         )
-    raise ValueError(
-        f"training.local_batch_size: found {config.training.local_batch_size}, whose logits take "
-        f"{logits / 1e9:.1f} GB a rank with loss.num_chunks = {config.loss.num_chunks}; expected "
-        f"at most the {memory_gb - lasting / 1e9:.1f} GB that parameters, gradients and state "
-        f"leave of {memory_gb:.1f} (a larger loss.num_chunks divides the logits)"
-    )
+
+
+def size(num_bytes: float) -> str:
+    """Bytes as text, in units of 1000."""
+    unit, value = "kB", num_bytes / 1e3
+    for larger in ("MB", "GB", "TB"):
+        if value < 1000:
+            break
+        unit, value = larger, value / 1e3
+    return f"{value:.3g} {unit}"

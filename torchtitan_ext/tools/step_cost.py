@@ -17,7 +17,7 @@ from amo_dist.config import MuonConfig
 from amo_dist.distributed.bucket import BUCKETS_IN_FLIGHT
 from amo_dist.distributed.layout import Matrix, make_matrix, mesh_layout
 from amo_dist.distributed.ownership import Job, assign
-from amo_dist.distributed.plan import count_elements, plan_exchange
+from amo_dist.distributed.plan import BucketPlan, count_elements, plan_exchange
 from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.types import MatrixInfo
 from torchtitan_ext.tools.ledger import sent_by_rank
@@ -124,13 +124,8 @@ class StepCost:
             "sent_across": _spread(self.across),
         }
 
-    def memory(self) -> int:
-        """Peak bytes that the busiest rank holds for the exchange.
-
-        Buckets in flight take turns with the buffers of each kind of transfer. The matrices of the
-        current bucket are held once, and Newton-Schulz on its largest batch comes on top.
-        """
-        # The busiest rank decides; local buckets, on one rank, need no exchange.
+    def _buckets(self) -> Sequence[BucketPlan]:
+        """Buckets of the busiest rank; local ones, on one rank, need no exchange."""
         plan = plan_exchange(
             self._matrices,
             self.jobs,
@@ -139,19 +134,35 @@ class StepCost:
             itemsize=self._wire,
             bucket_bytes=self._config.bucket_bytes,
         )
-        buckets = plan.buckets or plan.local
-        shapes = [[self._matrices[index].shape for index in b.owned] for b in buckets]
-        elements = max((sum(map(math.prod, part)) for part in shapes), default=0)
+        return plan.buckets or plan.local
+
+    def _shapes(self) -> list[list[tuple[int, int]]]:
+        """Shapes of the matrices in each bucket of the busiest rank."""
+        return [[self._matrices[index].shape for index in b.owned] for b in self._buckets()]
+
+    def buffers(self) -> int:
+        """Bytes that the busiest rank holds for the exchange, in the step and between steps.
+
+        Buckets in flight take turns with the buffers of each kind of transfer, and the matrices of
+        the current bucket are held once. A holder has a share of the matrices of every owner, and
+        replicas multiply what an owner sends.
+        """
+        buckets = self._buckets()
+        elements = max((sum(map(math.prod, part)) for part in self._shapes()), default=0)
         for side in ("to_owners", "from_holders", "to_holders", "from_owners"):
             sizes = [sum(map(count_elements, getattr(bucket, side))) for bucket in buckets]
             for turn in range(BUCKETS_IN_FLIGHT):
                 elements += max(sizes[turn::BUCKETS_IN_FLIGHT], default=0)
+        return self._wire * elements
+
+    def memory(self) -> int:
+        """Peak bytes of the busiest rank: buffers, and Newton-Schulz on its largest batch."""
         batches = [
             newton_schulz_bytes(count, shape, self._itemsize, wire=self._wire)
-            for part in shapes
+            for part in self._shapes()
             for shape, count in Counter(part).items()
         ]
-        return int(self._wire * elements + max(batches, default=0))
+        return self.buffers() + max(batches, default=0)
 
 
 def _spread(by_rank: torch.Tensor) -> dict[str, float]:

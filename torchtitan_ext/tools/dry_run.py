@@ -1,0 +1,73 @@
+"""Two real steps of a config as one of many ranks, whose collectives torchtitan fakes."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+STEPS = 2
+SEQUENCE = 64
+"""Most tokens of a sequence on a CPU, where the length and the batch of a run would take hours."""
+
+
+def dry_run(config: Any, world_size: int) -> dict[str, Any]:
+    """Train two steps as rank 0 of a world, in a process of its own.
+
+    Model, layout, optimizer, compilation and loss are those of the config. Its text is the standard
+    library's, collectives return at once without the data of other ranks, and nothing is saved. On
+    a CPU sequences are short, and there is one of them.
+
+    Args:
+        config: A complete config without mistakes.
+        world_size: Number of ranks.
+
+    Returns:
+        Figures of the last step: loss, gradient norm, phase, and bytes of memory at the peak.
+
+    Raises:
+        ValueError: The steps failed; the message is the last line of the error.
+    """
+    from torchtitan_ext.config import settings
+    from torchtitan_ext.plugin import machine
+    from torchtitan_ext.runs.run_files import read_metrics
+
+    with tempfile.TemporaryDirectory(prefix="amo-dry-run-") as folder:
+        changes: dict[str, dict[str, Any]] = {
+            "comm": {"mode": "fake_backend"},
+            "training": {"steps": STEPS, "global_batch_size": -1},
+            "lr_scheduler": {"warmup_steps": 1, "total_steps": None},
+            "checkpoint": {"enable": False, "load_only": False},
+            "metrics": {"log_freq": 1, "enable_tensorboard": False, "enable_wandb": False},
+            "validator": {"enable": False},
+            "optimizer": {"allow_unlocked": True},
+            "tokenizer": {"kind": "byte"},
+            "dataloader": {"dataset": "stdlib", "dataset_path": None},
+        }
+        if machine.cpu_is_needed():
+            seq_len = min(SEQUENCE, config.training.seq_len)
+            changes["training"] |= {"seq_len": seq_len, "local_batch_size": 1}
+            changes["compile"] = {"backend": "eager"}  # traced whole, without minutes of C++
+        sections = {
+            name: dataclasses.replace(getattr(config, name), **fields)
+            for name, fields in changes.items()
+        }
+        short = dataclasses.replace(config, dump_folder=folder, **sections)
+        ranks = {"NGPU": str(world_size), "WORLD_SIZE": str(world_size)}
+        done = subprocess.run(
+            [sys.executable, "-m", "torchtitan_ext.train", *settings.for_ranks(short)],
+            env={**os.environ, **ranks, "RANK": "0", "LOCAL_RANK": "0"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            last = [line for line in done.stderr.splitlines() if line.strip()][-1:]
+            raise ValueError(f"dry run: {' '.join(last) or f'status {done.returncode}'}")
+        record = read_metrics(Path(folder)).steps[-1]
+    return {name: record[name] for name in ("loss", "grad_norm", "phase", "peak_memory_bytes")}
