@@ -116,7 +116,7 @@ def test_a_file_does_not_command_the_terminal(
 ) -> None:
     file = tmp_path / "c.toml"
     file.write_text('[optimizer]\nname = "\\u001b[2J"\n')
-    assert main(["preflight", str(file), "--world", "2"]) == 1
+    assert cli.main(["preflight", str(file), "--world", "2"]) == 1
     output, errors = capsys.readouterr()
     assert "\x1b" not in output + errors
 

@@ -52,8 +52,6 @@ global_batch_size = 10
 [optimizer]
 name = "AMO"
 lr = -1.0
-[lr_scheduler]
-warmup_steps = 500
 """
 
 
@@ -66,7 +64,6 @@ def test_every_mistake_is_listed_at_once(
     errors = json.loads(capsys.readouterr().out)["errors"]
     assert {line.partition(":")[0] for line in errors} == {
         *("optimizer.lr", "training.steps", "model.flavor", "training.global_batch_size"),
-        "lr_scheduler.warmup_steps",
     }
 
 
