@@ -16,8 +16,6 @@ import pytest
 from tests.integration.titan_ranks import ROOT, Job, Run, Server, assert_same_end
 from torchtitan_ext import environment
 
-pytestmark = pytest.mark.slow
-
 NUM_STEPS = 10
 QUICKSTART = str(ROOT / "configs" / "quickstart.toml")
 OPTIONS = (
@@ -42,27 +40,12 @@ def start_line(run: Run) -> str:
     return lines[-1]
 
 
-def test_a_rank_told_to_stop_has_all_save_and_leave(
-    titan: Server, reference: Run, tmp_path: Path
-) -> None:
-    job = Job(2, str(tmp_path), (*OPTIONS, "--checkpoint.interval=100", ASYNC))
-    stopped = dataclasses.replace(job, die_at=(1, 3, "SIGTERM"))
-    assert titan.wait(titan.start(stopped)) == [75, 75]
-    run = Run(tmp_path, 2)
-    (saved,) = run.complete()
-    # The next step, or the one after where the signal came late to a thread.
-    assert saved in (4, 5)
-    assert max(run.losses()) == saved
-    assert f"stopped at step {saved}, which is saved" in run.output()
-    run = titan.run(job)
-    assert start_line(run) == f"training resumes at step {saved + 1} of {NUM_STEPS}"
-    assert_same_end(run, reference, NUM_STEPS)
-
-
 @pytest.mark.parametrize(
     ("die_at", "more"),
-    [((0, 6, "before_metadata"), ()), ((1, 6, "in_save"), (ASYNC,))],
-    ids=["before_metadata", "in_save-async"],
+    [
+        ((0, 6, "before_metadata"), ()),
+        pytest.param((1, 6, "in_save"), (ASYNC,), marks=pytest.mark.slow),
+    ],
 )
 def test_a_checkpoint_cut_short_is_never_loaded(
     titan: Server,
@@ -84,6 +67,7 @@ def test_a_checkpoint_cut_short_is_never_loaded(
     assert_same_end(run, reference, NUM_STEPS)
 
 
+@pytest.mark.slow
 def test_damaged_checkpoints_are_named_and_gone_past(
     titan: Server, reference: Run, tmp_path: Path
 ) -> None:
@@ -104,6 +88,7 @@ def test_damaged_checkpoints_are_named_and_gone_past(
     assert_same_end(run, reference, NUM_STEPS)
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_told_and_costs_only_the_steps_since(
     titan: Server, reference: Run, tmp_path: Path
 ) -> None:
@@ -120,6 +105,7 @@ def test_a_full_disk_is_told_and_costs_only_the_steps_since(
     assert_same_end(run, reference, NUM_STEPS)
 
 
+@pytest.mark.slow
 def test_a_stalled_rank_ends_the_others_within_the_timeout(
     titan: Server, reference: Run, tmp_path: Path
 ) -> None:
@@ -145,6 +131,7 @@ def test_a_stalled_rank_ends_the_others_within_the_timeout(
     assert "5000ms" in output
 
 
+@pytest.mark.slow
 def test_torchrun_restarts_the_quickstart_to_the_same_end(titan: Server, tmp_path: Path) -> None:
     """A rank is killed twice: before the plan is made at step 4, and after it is locked at 8."""
     job = Job(2, str(tmp_path / "run"), (*OPTIONS, "--metrics.log_freq=1"), config=QUICKSTART)
@@ -184,6 +171,7 @@ def test_torchrun_restarts_the_quickstart_to_the_same_end(titan: Server, tmp_pat
     assert_same_end(found, undisturbed, NUM_STEPS)
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_weights_alone(titan: Server, tmp_path: Path) -> None:
     """From a checkpoint that holds weights only, and from Hugging Face's format: the same bits."""
     options = ("--model.name=qwen3", "--model.flavor=tiny", "--checkpoint.enable")  # a tied head

@@ -53,8 +53,6 @@ class Job:
         disk_full_at: Step whose checkpoint finds the disk full on rank 1.
         stock: A function of :mod:`tests.integration.stock_configs` instead of a file: a config of
             torchtitan, started by torchtitan's entry point with these arguments alone.
-        sequences: ``.npy`` of (N, seq_len + 1) tokens to train on in turn, in place of the data's;
-            of a resume those that are left.
     """
 
     world_size: int
@@ -64,7 +62,6 @@ class Job:
     die_at: tuple[int, int, str] | None = None
     disk_full_at: int | None = None
     stock: str = ""
-    sequences: str = ""
 
 
 # ------------------------------------------------------------------ in the test
@@ -317,15 +314,6 @@ def _rank(job: Job, rank: int, store: Path) -> int:
     return _train(job, rank)
 
 
-def _replay(file: str) -> None:
-    import numpy as np
-
-    from torchtitan_ext.data.loader import PackedLoader
-
-    sequences = np.load(file).astype(np.int64)
-    PackedLoader._tokens = lambda self, number: sequences[number]  # type: ignore[method-assign]
-
-
 def _train(job: Job, rank: int) -> int:
     import torch
     import torchtitan.trainer
@@ -351,8 +339,6 @@ def _train(job: Job, rank: int) -> int:
         sys.argv += [f"--dump_folder={folder}", *job.arguments]
         main()
         return 0
-    if job.sequences:
-        _replay(job.sequences)
     options = [f"--job.config_file={job.config}", *OPTIONS, f"--dump_folder={folder}"]
     return train.main([*options, *job.arguments])
 
