@@ -79,11 +79,10 @@ def test_a_runs_plan_is_shown_and_made_again(
         (["--ell", "q"], "--ell"),
         (["--ell", "q=0"], "ell"),
         (["--ell", "q=nan"], "ell"),
-        (["--ell", "q=1e-3", "--budget-ratio", "0.1"], "budget"),
+        ([*TWO[1:], "--budget-ratio", "0.1"], "budget"),
         (["--ell", "q=1e-3", "--min-steps", "8"], "max_steps"),
         (["--plan", "none"], "none"),
         (["--plan", "PLAN", "--max-steps=8"], "--plan"),
-        (["--plan", "PLAN", "--budget-ratio=0.1"], "budget"),
     ],
 )
 def test_a_mistake_names_the_option(
