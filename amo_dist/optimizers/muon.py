@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ from amo_dist.engine.parameters import (
     split_groups,
 )
 from amo_dist.engine.rule import UpdateRule
-from amo_dist.engine.step import Engine, Probe
+from amo_dist.engine.step import Engine
 from amo_dist.engine.world import World, agree_on_world
 from amo_dist.operators.patterns import format_patterns
 from amo_dist.schedule.observation import Observation
@@ -58,19 +58,6 @@ _DEFAULTS: Mapping[str, Any] = MappingProxyType(
     {"lr": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
 )
 """Defaults of the optimizer's own hyperparameters; a rule may have others."""
-
-
-class Tracker(Protocol):
-    """Measures every matrix at some steps; see `amo_dist.tools.tracker.GeometryTracker`."""
-
-    def is_due(self, step: int) -> bool:
-        """Whether to measure at a step; the same on every rank."""
-
-    def measure(self, name: str, momentum: Tensor, result: Tensor) -> None:
-        """Measure one matrix that this rank has whole."""
-
-    def collect(self, step: int, world: World) -> None:
-        """Bring the measurements together; a collective over the world."""
 
 
 class Muon(torch.optim.Optimizer):
@@ -165,8 +152,6 @@ class Muon(torch.optim.Optimizer):
         self.defaults |= {"momentum": config.momentum, "nesterov": config.nesterov}
         self._structure, self._allow_no_matrices = structure, allow_no_matrices
         self._process_group, self._stopwatch = process_group, _Stopwatch()
-        self.tracker: Tracker | None = None
-        """Measures every matrix at the steps that it names; set it on all ranks."""
         self._assemble(Control(0, 0, config, policy, policy.start()))
         check_keys(self.param_groups, self.rule_class.defaults)
         self._check_groups(self.param_groups)
@@ -259,10 +244,7 @@ class Muon(torch.optim.Optimizer):
         assert engine.ballots is not None
         controller.settle(engine.ballots)
         controller.plan_late(engine.ballots)
-        orders, tracker = controller.orders(engine.parameters.matrices), self.tracker
-        if tracker is not None and tracker.is_due(orders.step):
-            probes = (*orders.probes, self._tracked(tracker))
-            orders = dataclasses.replace(orders, probes=probes)
+        orders = controller.orders(engine.parameters.matrices)
         verdict = engine.agree(orders, fault)
         if verdict.is_idle:
             return
@@ -313,23 +295,6 @@ class Muon(torch.optim.Optimizer):
         self._controller.connect(world, is_new=True)
         # Only now: after an error above all of it is done again.
         engine.connect(world)
-
-    def _tracked(self, tracker: Tracker) -> Probe:
-        """The measurements of the tracker: of every matrix."""
-        world, ballots = self.world, self._engine.ballots
-        assert world is not None
-        assert ballots is not None
-
-        def measure(name: str, momentum: Tensor, result: Callable[[], Tensor]) -> None:
-            tracker.measure(name, momentum, result())
-
-        def finish(step: int) -> None:
-            try:
-                tracker.collect(step, world)
-            except Exception as error:  # of a full disk, on the one rank that writes
-                ballots.report_failure(f"step {step}: collecting measurements", error)
-
-        return Probe(frozenset(info.name for info in world.registry), measure, finish)
 
     def _adopt_swapped_parameters(self) -> None:
         """Take the parameters that a trainer has put into the groups, before the first step.
@@ -613,7 +578,7 @@ class Muon(torch.optim.Optimizer):
         """Build a copy, which agrees with all ranks at its first step, as a new optimizer does."""
         kept = {key: value for key, value in state.items() if key != "control"}
         group = state["_process_group"].group
-        super().__setstate__({**kept, "_process_group": group, "tracker": None})
+        super().__setstate__({**kept, "_process_group": group})
         self._stopwatch = _Stopwatch()
         self._assemble(state["control"])
 

@@ -335,10 +335,10 @@ def _curriculum() -> Experiment:
 
 def geometry_run(model: str) -> Run:
     """The run of the geometry pilot on a model: Muon-KJ, its matrices measured on the way."""
-    every = 5 if model in ("Qwen3-70M", "Llama-3.1-75M") else 10
-    return run_of(
-        model, "Muon-KJ", "geometry", {"geometry.enable": True, "geometry.interval": every}
-    )
+    is_small = model in ("Qwen3-70M", "Llama-3.1-75M")
+    callback = "GeometryOfSmallModels" if is_small else "Geometry"
+    options = {"metrics.callbacks": f"benchmarks.amo_paper.geometry.{callback}"}
+    return run_of(model, "Muon-KJ", "geometry", options)
 
 
 def _geometry() -> Experiment:

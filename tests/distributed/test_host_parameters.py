@@ -13,10 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from amo_dist import AMO, AMOConfig, Muon, MuonConfig, param_groups
-from amo_dist.kernels.geometry import SPECTRAL_METRICS
+from amo_dist import AMOConfig, Muon, MuonConfig, param_groups
 from amo_dist.optimizers.named import make_optimizer
-from amo_dist.tools.tracker import GeometryTracker
 from tests.distributed import models
 from tests.distributed import test_layouts_more as more
 from tests.distributed import test_simulated_device as on_device
@@ -70,7 +68,6 @@ class Run:
     params: dict[str, Tensor]
     momenta: dict[str, Tensor]
     control: dict[str, Any]
-    geometry: list[Any]
     waits: list[Counter[str]]
     """Of each quiet step."""
     num_buckets: int
@@ -92,8 +89,6 @@ def train(
         groups = param_groups(model, allow_unused=True)
         optimizer = make_optimizer(name, groups, lr=LR, config=config)
         assert isinstance(optimizer, Muon)
-        if isinstance(optimizer, AMO):
-            optimizer.tracker = tracker = GeometryTracker(6)
         waits = []
         for step in range(1, STEPS + 1):
             for each, param in model.named_parameters():
@@ -120,9 +115,6 @@ def train(
                 if "momentum_buffer" in values
             },
             optimizer.control_state_dict(),
-            [each[key] for each in tracker.records for key in SPECTRAL_METRICS]
-            if name == "AMO"
-            else [],
             waits,
             sum(
                 bool(bucket.incoming)
@@ -135,7 +127,6 @@ def train(
 def check(results: list[Run], expected: list[Run]) -> None:
     for found, there in zip(results, expected, strict=True):
         assert found.control == there.control
-        assert found.geometry == pytest.approx(there.geometry, rel=0, nan_ok=True)
         assert found.momenta.keys() == there.momenta.keys() != set()
         for name, momentum in found.momenta.items():
             assert torch.equal(momentum, there.momenta[name]), name

@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from amo_dist import AMO, ROOT, AMOConfig, Muon, MuonConfig, param_groups, qk_clip_
-from amo_dist.tools.tracker import GeometryTracker
 from tests.distributed import models
 from tests.distributed.harness import Ranks
 from tests.distributed.test_ranks import raised
@@ -216,22 +215,6 @@ def test_a_state_restored_on_one_rank_alone_is_an_error_not_a_hang(
     start = "RankMismatchError: the state before the first step: rank(s) 1 differ from rank 0; "
     assert alone.startswith(start + expected)
     assert (together, taken) == ("", str(told + 1))
-
-
-def track_alone(rank: int, world_size: int) -> str:
-    """A tracker on one rank: it would gather matrices while the others orthogonalize theirs."""
-    model = models.build({n: models.initial(n, shape) for n, shape in models.shapes().items()})
-    optimizer = Muon(param_groups(model), process_group=dist.group.WORLD)
-    if rank == 0:
-        optimizer.tracker = GeometryTracker(1)
-    models.set_gradients(model, 1, 1)
-    return raised(optimizer.step)
-
-
-def test_a_tracker_on_some_ranks_only_is_named(run_on: Ranks) -> None:
-    first, second = run_on(2)(track_alone)
-    assert first == second
-    assert "rank 0 has measures" in first
 
 
 def clip_in_other_orders(rank: int, world_size: int) -> dict[str, float]:

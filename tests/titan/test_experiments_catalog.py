@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from amo_dist.schedule.planning import plan_allocation, targets
+from benchmarks.amo_paper import geometry
 from benchmarks.amo_paper.__main__ import build_parser
 from benchmarks.amo_paper.catalog import (
     ALL_RUNS,
@@ -26,7 +27,7 @@ from benchmarks.amo_paper.resolve import (
     resolve,
 )
 from torchtitan_ext.config import files, settings
-from torchtitan_ext.plugin import geometry, optimizers
+from torchtitan_ext.plugin import optimizers
 
 PAPER = Place()
 SMALL = Place(base=QUICKSTART, small=True)
@@ -136,7 +137,10 @@ def test_torchtitan_takes_every_option(place: Place) -> None:
                 "lr_scheduler.decay_ratio": "None",
             },
         ),
-        ("llama-3.1-480m-muon-kj-geometry", {"geometry.enable": True, "geometry.interval": 10}),
+        (
+            "llama-3.1-480m-muon-kj-geometry",
+            {"metrics.callbacks": "benchmarks.amo_paper.geometry.Geometry"},
+        ),
     ],
 )
 def test_options_of_a_run(name: str, expected: dict[str, object]) -> None:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from torchtitan.distributed import ParallelDims
 
 from torchtitan_ext.data import loader
-from torchtitan_ext.plugin import geometry, losses, models, optimizers
+from torchtitan_ext.plugin import losses, models, optimizers
 from torchtitan_ext.runs.run_files import require_local
 from torchtitan_ext.tools.command import Mistakes
 
@@ -75,7 +75,6 @@ def validate_config(config: Any, world_size: int | None = None) -> tuple[Any, li
     checks: list[Callable[[], object]] = [
         lambda: require_local("dump_folder", config.dump_folder),
         lambda: _check_ranges(config),
-        lambda: geometry.validate(config),
         lambda: losses.validate(config),
         lambda: optimizers.check_lock(config.optimizer, config.training.steps),
         lambda: loader.validate(config),

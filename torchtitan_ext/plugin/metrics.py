@@ -16,10 +16,9 @@ import torch.distributed as dist
 import torchtitan.components.metrics as titan
 from torchtitan.config import derive
 
-from amo_dist.tools.tracker import GeometryTracker
 from torchtitan_ext.batch import sequences_per_step
 from torchtitan_ext.imports import import_class
-from torchtitan_ext.plugin import geometry, optimizers
+from torchtitan_ext.plugin import optimizers
 from torchtitan_ext.plugin.callbacks import Callbacks
 from torchtitan_ext.plugin.console import duration
 from torchtitan_ext.plugin.machine import cpu_is_needed, resident_peak
@@ -104,7 +103,6 @@ class MetricsProcessor(titan.MetricsProcessor):
             return processor
 
     _optimizers: Any = None
-    _tracker: GeometryTracker | None = None
     _file_logger: FileLogger | None = None
     """Only of the rank that logs."""
 
@@ -158,7 +156,6 @@ class MetricsProcessor(titan.MetricsProcessor):
         self._optimizers = container
         if container is not None:
             optimizers.check_lock(container, self._num_steps)
-            self._tracker = geometry.install(container, self._config)
             container.register_step_post_hook(self._end_step)
 
     def should_log(self, step: int) -> bool:
@@ -217,7 +214,6 @@ class MetricsProcessor(titan.MetricsProcessor):
             "data_seconds_per_step": data_seconds / num_steps,
             "peak_memory_bytes": peak_memory(),
             "observe_seconds": observe_seconds or None,
-            "geometry_seconds": None if self._tracker is None else self._tracker.seconds,
             "phase": report.phase,
             "num_steps_by_type": report.num_steps_by_type,
             "changes": []

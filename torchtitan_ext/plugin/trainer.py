@@ -17,7 +17,6 @@ from torchtitan_ext.data.tokenizers import Tokenizer
 from torchtitan_ext.plugin import console, machine, models, patches, stop
 from torchtitan_ext.plugin.activations import Activations
 from torchtitan_ext.plugin.checkpoints import CheckpointManager
-from torchtitan_ext.plugin.geometry import Geometry
 from torchtitan_ext.plugin.losses import Loss
 from torchtitan_ext.plugin.metrics import MetricsProcessor
 from torchtitan_ext.plugin.optimizers import OptimizersContainer
@@ -42,7 +41,6 @@ class Trainer(titan.Trainer):
         """A line about the run."""
 
         model: models.Model = field(default_factory=models.Model)
-        geometry: Geometry = field(default_factory=Geometry)
         tokenizer: Tokenizer.Config = field(default_factory=Tokenizer.Config)
         dataloader: PackedLoader.Config = field(default_factory=PackedLoader.Config)
         optimizer: OptimizersContainer.Config = field(default_factory=OptimizersContainer.Config)

@@ -15,7 +15,7 @@ from torchtitan_ext.tools.report.data import Run
 from torchtitan_ext.tools.report.page import Picture, Section, Table
 
 NONE = "\N{EN DASH}"
-NO_GEOMETRY = "geometry: little or nothing in geometry.jsonl (--geometry.enable of a run writes it)"
+NO_GEOMETRY = "geometry: little or nothing in geometry.jsonl"
 
 
 def add_command(subparsers: Subparsers) -> None:
