@@ -17,7 +17,7 @@ from torchtitan_ext.tools import (
     tokenize,
     train,
 )
-from torchtitan_ext.tools.command import Parser, run_command
+from torchtitan_ext.tools.command import run_command
 
 EXTRAS = {
     **dict.fromkeys(("torchtitan", "torchdata", "tyro", "numpy", "tiktoken"), "titan"),
@@ -30,7 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands, those of ``amo_dist`` included."""
     # A clone that is not installed has no `amo`.
     is_module = Path(sys.argv[0]).parts[-2:] == ("torchtitan_ext", "__main__.py")
-    parser: argparse.ArgumentParser = Parser(
+    parser = argparse.ArgumentParser(
         prog="python -m torchtitan_ext" if is_module else "amo",
         description="Adaptive Muon Orthogonalization.",
     )

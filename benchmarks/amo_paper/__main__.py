@@ -7,12 +7,12 @@ import sys
 from collections.abc import Sequence
 
 from benchmarks.amo_paper import compare, evaluate, experiments, figures, static_schedule
-from torchtitan_ext.tools.command import Parser, run_command
+from torchtitan_ext.tools.command import run_command
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
-    parser = Parser(
+    parser = argparse.ArgumentParser(
         prog="python -m benchmarks.amo_paper",
         description="The experiments of the AMO paper. Each consists of runs, and a run is a "
         "config with options. Runs have folders of their own under --out. A complete run is not "

@@ -15,7 +15,6 @@ from typing import Any
 
 from benchmarks.amo_paper import results as results_module
 from benchmarks.amo_paper.results import Result
-from torchtitan_ext.tools.command import Subparsers
 
 SIGNIFICANT = 0.05
 """Corrected p-values below this are marked."""
@@ -144,7 +143,7 @@ def comparison_table(candidate: str, comparisons: Sequence[Comparison]) -> str:
     return results_module.markdown(header, rows)
 
 
-def add_commands(subparsers: Subparsers) -> None:
+def add_commands(subparsers: Any) -> None:
     """Register ``compare``."""
     parser = subparsers.add_parser(
         "compare",

@@ -19,10 +19,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from benchmarks.amo_paper.results import pad
 from torchtitan_ext.runs import files
 from torchtitan_ext.runs.run_files import checkpoint_step, find_checkpoint
 from torchtitan_ext.tools import export
-from torchtitan_ext.tools.command import Subparsers, pad, whole
 
 _METRICS = ("acc", "exact_match")
 """Metrics that count as a score; the first of them that a task has is taken."""
@@ -32,11 +32,11 @@ _OPTIONS: Mapping[str, tuple[Callable[[str], Any], Any, str]] = {
     "tasks": (str, None, "the harness's names of tasks, separated by commas"),
     "config": (str, None, "TOML of the run (default: what its folder says)"),
     "include_path": (str, None, "folder with tasks of your own"),
-    "limit": (whole(1), None, "only so many questions of each task, to try out"),
+    "limit": (int, None, "only so many questions of each task, to try out"),
     "batch_size": (str, "auto", "a number or 'auto' (default auto)"),
     "device": (str, None, "default: the accelerator, where there is one"),
     "dtype": (str, None, "default: bfloat16 on an accelerator, else float32"),
-    "max_length": (whole(1), 4096, "the most tokens the model sees (default 4096)"),
+    "max_length": (int, 4096, "the most tokens the model sees (default 4096)"),
     "hf_folder": (Path, None, "keep the exported Hugging Face model here"),
 }
 """What to evaluate, and how: type, default and help of each option."""
@@ -220,7 +220,7 @@ def write(record: Mapping[str, Any], output: Path) -> None:
     files.replace(output, json.dumps(record, indent=1) + "\n")
 
 
-def add_commands(subparsers: Subparsers) -> None:
+def add_commands(subparsers: Any) -> None:
     """Register ``score``."""
     parser = subparsers.add_parser(
         "score",

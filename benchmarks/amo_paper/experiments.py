@@ -7,16 +7,16 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from benchmarks.amo_paper import evaluate, gather, runner
 from benchmarks.amo_paper.catalog import EXPERIMENTS, Experiment, experiment_named
 from benchmarks.amo_paper.resolve import QUICKSTART, ROOT, Job, Place, resolve
 from benchmarks.amo_paper.results import SHORT, check_examples
 from torchtitan_ext.runs import files
-from torchtitan_ext.tools.command import MOST_RANKS, Subparsers, whole
 
 
-def add_commands(actions: Subparsers) -> None:
+def add_commands(actions: Any) -> None:
     """Register the commands of experiments."""
     listing = actions.add_parser("list", help="all experiments, and how many runs they have")
     listing.set_defaults(run=_list)
@@ -24,9 +24,7 @@ def add_commands(actions: Subparsers) -> None:
     run = _add(actions, "run", "run an experiment on this machine, or write it for Slurm", _run)
     run.add_argument("--dry-run", action="store_true", help="only print what would run")
     run.add_argument("--slurm", metavar="FILE", help="write array scripts instead of running")
-    run.add_argument(
-        "--ranks", type=whole(1, MOST_RANKS), help="processes (default: GPUs, or 2 without any)"
-    )
+    run.add_argument("--ranks", type=int, help="processes (default: GPUs, or 2 without any)")
     run.set_defaults(overrides=[])
     run.epilog = "Other options go to torchtitan, for all runs."
     collect = _add(actions, "gather", "print the table of an experiment", _gather)
@@ -48,7 +46,7 @@ def add_commands(actions: Subparsers) -> None:
 
 
 def _add(
-    actions: Subparsers, name: str, text: str, run: Callable[[argparse.Namespace], int]
+    actions: Any, name: str, text: str, run: Callable[[argparse.Namespace], int]
 ) -> argparse.ArgumentParser:
     parser = actions.add_parser(name, help=text, description=text)
     parser.add_argument("name", metavar="NAME", help="an experiment that `list` names")

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_ext.runs.costs import Records
-from torchtitan_ext.tools.command import Subparsers
 from torchtitan_ext.tools.report import data, page, style
 from torchtitan_ext.tools.report import figures as report
 from torchtitan_ext.tools.report.data import Run
@@ -21,7 +20,7 @@ DEPTH_TYPES = ("attn_q", "mlp_up")
 """Operator types whose depth the paper compares."""
 
 
-def add_commands(subparsers: Subparsers) -> None:
+def add_commands(subparsers: Any) -> None:
     """Register ``figures``."""
     parser = subparsers.add_parser(
         "figures",

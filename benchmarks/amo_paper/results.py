@@ -13,13 +13,12 @@ readers ignore.
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-from torchtitan_ext.tools.command import pad, read_json_file
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -95,7 +94,10 @@ def read_results(paths: Iterable[str | Path]) -> list[Result]:
     """
     found: dict[tuple[str, str], Result] = {}
     for path in paths:
-        content = read_json_file(Path(path))
+        try:
+            content = json.loads(Path(path).read_text())
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path}: not JSON: {error}") from None
         for index, record in enumerate(content if isinstance(content, list) else [content]):
             result = _result(f"{path}[{index}]", record)
             name = (result.model, result.optimizer)
@@ -184,3 +186,21 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     head, *lines = pad([header, *rows], left=(0,), least=3)
     rule = ["-" * len(head[0]), *("-" * (len(cell) - 1) + ":" for cell in head[1:])]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *lines))
+
+
+def pad(rows: Sequence[Sequence[str]], left: Sequence[int] = (), least: int = 0) -> list[list[str]]:
+    """Pad the cells of a table to the width of their column.
+
+    Args:
+        rows: Rows of equally many cells, header included.
+        left: Columns to align to the left; the others are aligned to the right.
+        least: Fewest characters of a column.
+    """
+    widths = [max(least, *map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        [
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        for row in rows
+    ]

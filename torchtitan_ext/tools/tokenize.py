@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_ext.runs.files import replace
-from torchtitan_ext.tools.command import Subparsers, whole
 
 CHOICES = {
     "--tokenizer": ("hf", "tiktoken", "byte"),
@@ -100,7 +99,7 @@ def tokenize(args: argparse.Namespace, tokenizer: Any) -> None:
     executor(pipeline, tasks=settings["tasks"], logging_dir=logs, **options).run()
 
 
-def add_command(subparsers: Subparsers) -> None:
+def add_command(subparsers: Any) -> None:
     """Add ``tokenize`` to a parser's commands."""
     parser = subparsers.add_parser(
         "tokenize",
@@ -114,7 +113,7 @@ def add_command(subparsers: Subparsers) -> None:
     for name, (default, text) in OPTIONS.items():
         shown = f"{text} (default %(default)s)" if default else text
         add(name, default=default, type=type(default), choices=CHOICES.get(name), help=shown)
-    add("--tasks", type=whole(1, 2**20), help="tasks that share the files (default: all cores)")
+    add("--tasks", type=int, help="tasks that share the files (default: all cores)")
     add(
         "--executor-option",
         action="append",

@@ -9,7 +9,6 @@ from typing import Any
 
 from amo_dist.schedule.plan import OBJECTIVES, starved
 from torchtitan_ext.runs import files
-from torchtitan_ext.tools.command import Subparsers
 from torchtitan_ext.tools.report import data, figures, page, style
 from torchtitan_ext.tools.report.data import Run
 from torchtitan_ext.tools.report.page import Picture, Section, Table
@@ -18,7 +17,7 @@ NONE = "\N{EN DASH}"
 NO_GEOMETRY = "geometry: little or nothing in geometry.jsonl"
 
 
-def add_command(subparsers: Subparsers) -> None:
+def add_command(subparsers: Any) -> None:
     """Register ``report``."""
     parser = subparsers.add_parser(
         "report",
