@@ -65,7 +65,7 @@ def test_a_failure_names_step_reason_rank_and_what_is_left(manager: Any) -> None
     told = str(manager._explained(CheckpointException("save", {3: (failure, None)})))  # type: ignore[dict-item]
     assert told == (
         f"the checkpoint of step 10 could not be written to {manager.folder}: "
-        "No space left on device (on rank 3); step 6 is the newest complete one"
+        "OSError: [Errno 28] No space left on device (on rank 3); step 6 is the newest complete one"
     )
     manager._step_under_way, manager.folder = 2, str(Path(manager.folder) / "none")
     assert str(manager._explained(failure)).endswith("No space left on device; there is none")

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import pickle
 import re
-import signal
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -117,11 +115,6 @@ def test_crafted_values_run_nothing(tmp_path: Path, door: Door) -> None:
     assert not trace.exists()
 
 
-def test_the_crafted_pickle_would_run(tmp_path: Path) -> None:
-    pickle.loads(pickle.dumps(Crafted(tmp_path / "trace")))
-    assert (tmp_path / "trace").exists()
-
-
 @pytest.mark.parametrize("told", ["../secret", "/etc/passwd", "a/b"])
 def test_data_outside_of_the_folder_is_not_read(tmp_path: Path, told: str) -> None:
     folder = save(tmp_path / "moved", state(1.0))
@@ -227,85 +220,12 @@ def test_a_file_that_is_missing_or_another_checkpoints_is_found(tmp_path: Path) 
     assert find_damage(folder).startswith(f"{CHECKSUMS} is damaged: ")
 
 
-def test_checksums_that_leave_a_file_out_switch_nothing_off(tmp_path: Path) -> None:
-    folder = save(tmp_path / "damaged", state(1.0), sums=True)
-    sums = json.loads((folder / CHECKSUMS).read_text())
-    (folder / SHARD).write_bytes(flipped((folder / SHARD).read_bytes()))
-    for left in ({}, {".metadata": sums[".metadata"]}):
-        (folder / CHECKSUMS).write_text(json.dumps(left))
-        assert find_damage(folder) == f"{CHECKSUMS} lacks {SHARD}"
-        with pytest.raises(CheckpointException, match=f"damaged: {CHECKSUMS} lacks {SHARD}"):
-            plain_recipe(folder)
-
-
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/b"])
 def test_checksums_of_files_elsewhere_are_refused(tmp_path: Path, name: str) -> None:
     folder = save(tmp_path / "moved", state(1.0), sums=True)
     sums = json.loads((folder / CHECKSUMS).read_text())
     (folder / CHECKSUMS).write_text(json.dumps({**sums, name: [1, 1]}))
     assert f"found data in '{name}', expected a file of its folder" in find_damage(folder)
-
-
-@pytest.fixture
-def soon() -> Iterator[None]:
-    """Raises where a test waits for a pipe, or reads without end."""
-
-    def stop(*_: object) -> None:
-        raise AssertionError("reads on")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, 10.0)
-    yield
-    signal.setitimer(signal.ITIMER_REAL, 0.0)
-    signal.signal(signal.SIGALRM, before)
-
-
-@pytest.mark.usefixtures("soon")
-@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
-@pytest.mark.parametrize("name", [".metadata", SHARD, CHECKSUMS])
-@pytest.mark.parametrize("sums", [False, True])
-def test_what_is_no_regular_file_is_refused_at_once(
-    tmp_path: Path, kind: str, name: str, sums: bool
-) -> None:
-    folder = save(tmp_path / "crafted", state(1.0), sums=sums)
-    content = json.loads((folder / CHECKSUMS).read_text()) if sums else {}
-    (folder / name).unlink(missing_ok=True)
-    if kind == "pipe":
-        os.mkfifo(folder / name)
-    elif kind == "device":
-        (folder / name).symlink_to("/dev/zero")
-    else:
-        (folder / name).mkdir()
-    if sums and name != CHECKSUMS:  # a size that fits what has none
-        content[name] = [(folder / name).stat().st_size, 0]
-        (folder / CHECKSUMS).write_text(json.dumps(content))
-    with pytest.raises(CheckpointException, match=re.escape(name)):
-        plain_recipe(folder)
-    assert name in find_damage(folder)
-
-
-def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
-    secret, folder = tmp_path / "secret", tmp_path / "linked"
-    secret.write_text("as it was")
-    folder.mkdir()
-    for name in (SHARD, ".metadata.tmp", "checksums.tmp"):
-        (folder / name).symlink_to(secret)
-    save(folder, state(1.0), sums=True)
-    assert secret.read_text() == "as it was"
-    assert find_damage(folder) == ""
-    assert plain_recipe(folder)["train"]["step"] == 1
-
-
-def test_sizes_alone_are_known_of_older_checkpoints(tmp_path: Path) -> None:
-    folder = save(tmp_path / "old", state(1.0))
-    assert find_damage(folder) == ""
-    shard = (folder / SHARD).read_bytes()
-    (folder / SHARD).write_bytes(flipped(shard))
-    assert find_damage(folder) == ""
-    (folder / SHARD).write_bytes(cut(shard))
-    assert re.fullmatch(rf"{SHARD} has \d+ bytes, \d+ were written", find_damage(folder))
-    (folder / ".metadata").write_bytes(b"")
-    assert "damaged, or not written by" in find_damage(folder)
 
 
 def test_a_checkpoint_is_written_over(tmp_path: Path) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -315,7 +313,4 @@ def _reason(error: BaseException) -> str:
         rank, error = f" (on rank {number})", cause
     while error.__cause__ is not None:
         error = error.__cause__
-    text = f"{type(error).__name__}: {error}"
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        text = os.strerror(errno.ENOSPC)
-    return text + rank
+    return f"{type(error).__name__}: {error}{rank}"

@@ -7,7 +7,6 @@ notice a file that was cut, exchanged, or changed in a bit.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import itertools
 import json
@@ -15,18 +14,16 @@ import logging
 import os
 import pickle
 import re
-import stat
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path, PurePath
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import (
-    FileSystem,
     FileSystemReader,
     FileSystemWriter,
 )
@@ -40,6 +37,8 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
+
+from torchtitan_ext.runs import files
 
 logger = logging.getLogger(__name__)
 
@@ -63,37 +62,6 @@ _METADATA = ".metadata"
 CHECKSUMS = "checksums.json"
 """File with the size and CRC-32 of every other file, by name; written last."""
 _BLOCK = 2**22
-_MOST_SUMS = 2**26
-"""Most bytes of `CHECKSUMS`: enough for one line per file of a million ranks."""
-
-
-def _open(path: Path, mode: str) -> BinaryIO:
-    """Open a file to read, or replace it by a new one to write.
-
-    Pipes and devices are refused, as they may give bytes without end; links are replaced, so that
-    nothing is written through them.
-    """
-    if mode == "wb":
-        path.unlink(missing_ok=True)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-    else:
-        flags = os.O_RDONLY | os.O_NONBLOCK  # opening a pipe would wait for its writer
-    file = os.open(path, flags, 0o666)
-    if not stat.S_ISREG(os.fstat(file).st_mode):
-        os.close(file)
-        raise ValueError(f"{path}: found no regular file, expected one")
-    stream: Any = os.fdopen(file, mode)
-    return stream  # type: ignore[no-any-return]
-
-
-class _Files(FileSystem):
-    """File system whose files `_open` opens."""
-
-    @contextlib.contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        """Open a file, see the base class."""
-        with _open(Path(path), mode) as stream:
-            yield stream
 
 
 class CheckpointWriter(FileSystemWriter):
@@ -106,10 +74,6 @@ class CheckpointWriter(FileSystemWriter):
     Args:
         path: Folder of the checkpoint.
     """
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        super().__init__(path)
-        self.fs = _Files()
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Plan the files, see the base class; one rank calls this before any rank writes."""
@@ -137,19 +101,14 @@ class CheckpointWriter(FileSystemWriter):
         self._write_sums({**sums, _METADATA: _sum(Path(self.path, _METADATA))})
 
     def _write_sums(self, sums: Mapping[str, tuple[int, int]]) -> None:
-        path = Path(self.path, CHECKSUMS)
-        scratch = path.with_suffix(".tmp")
-        with _open(scratch, "wb") as stream:
-            stream.write(json.dumps(dict(sorted(sums.items())), indent=1).encode())
-            stream.flush()
-            os.fsync(stream.fileno())
-        scratch.replace(path)
+        text = json.dumps(dict(sorted(sums.items())), indent=1)
+        files.replace(Path(self.path, CHECKSUMS), text)
 
 
 def _sum(path: Path) -> tuple[int, int]:
     """Size and CRC-32 of a file."""
     size = crc = 0
-    with _open(path, "rb") as stream:
+    with path.open("rb") as stream:
         while block := stream.read(_BLOCK):
             size, crc = size + len(block), zlib.crc32(block, crc)
     return size, crc
@@ -158,56 +117,36 @@ def _sum(path: Path) -> tuple[int, int]:
 def find_damage(folder: Path, part: int = 0, num_parts: int = 1) -> str:
     """Damage of the files of a checkpoint, in one line; empty if there is none.
 
-    Only sizes can be checked of a checkpoint without `CHECKSUMS`, such as PyTorch's own.
+    A checkpoint without `CHECKSUMS`, such as PyTorch's own, cannot be checked.
 
     Args:
         folder: Folder of the checkpoint.
-        part: Index of this rank's share of the files, from 0. The first share includes the
-            metadata. Sizes of all files are compared whatever the share.
+        part: Index of this rank's share of the files, from 0. Sizes of all files are compared
+            whatever the share.
         num_parts: Number of ranks that share the files.
     """
     try:
-        sums = _read_sums(folder)
-        expected = _ends(folder) if sums is None else sums
-        for index, (name, (size, crc)) in enumerate(sorted(expected.items())):
+        for index, (name, (size, crc)) in enumerate(sorted(_read_sums(folder).items())):
+            _check_place(CHECKSUMS, name)
             num_bytes = (folder / name).stat().st_size
-            if num_bytes < size or (num_bytes > size and crc is not None):
+            if num_bytes != size:
                 return f"{name} has {num_bytes} bytes, {size} were written"
-            is_own = crc is not None and index % num_parts == part
-            if is_own and _sum(folder / name) != (size, crc):
+            if index % num_parts == part and _sum(folder / name) != (size, crc):
                 return f"{name} has other bytes than were written"
-        for name in _ends(folder) if part == 0 else ():
-            if name not in expected:
-                return f"{CHECKSUMS} lacks {name}"
-    except ValueError as error:
-        return str(error)
     except OSError as error:
         return f"{Path(error.filename).name}: {error.strerror}"
+    except (ValueError, TypeError, AttributeError) as error:
+        return f"{CHECKSUMS} is damaged: {error}"
     return ""
 
 
-def _read_sums(folder: Path) -> dict[str, tuple[int, int | None]] | None:
-    """Size and CRC-32 by file; None without a file of checksums; ValueError for damage."""
+def _read_sums(folder: Path) -> dict[str, tuple[int, int]]:
+    """Size and CRC-32 by file; empty without a file of checksums."""
     try:
-        with _open(folder / CHECKSUMS, "rb") as stream:
-            sums = json.loads(stream.read(_MOST_SUMS))  # a longer file is cut, and so damaged
-        for name in sums:
-            _check_place(CHECKSUMS, name)
-        return {name: (int(size), int(crc)) for name, (size, crc) in sums.items()}
+        sums: dict[str, tuple[int, int]] = json.loads((folder / CHECKSUMS).read_bytes())
     except FileNotFoundError:
-        return None
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{CHECKSUMS} is damaged: {error}") from None
-
-
-def _ends(folder: Path) -> dict[str, tuple[int, int | None]]:
-    """Least size in bytes of each data file, from the metadata."""
-    ends: dict[str, tuple[int, int | None]] = {}
-    metadata: Any = CheckpointReader(folder, verify=False).read_metadata()
-    for info in metadata.storage_data.values():
-        least, _ = ends.get(info.relative_path, (0, None))
-        ends[info.relative_path] = max(least, info.offset + info.length), None
-    return ends
+        return {}
+    return sums
 
 
 class CheckpointReader(FileSystemReader):
@@ -227,7 +166,6 @@ class CheckpointReader(FileSystemReader):
     def __init__(self, path: str | os.PathLike[str], *, verify: bool = True) -> None:
         super().__init__(path)
         self._verify = verify
-        self.fs = _Files()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read the metadata, see the base class."""
@@ -238,9 +176,11 @@ class CheckpointReader(FileSystemReader):
             raise
 
     def _read_metadata(self, path: Any) -> Metadata:
-        if self._verify and path == Path(self.path, _METADATA):
-            self._check_metadata(path)
-        with self.fs.create_stream(path, "rb") as stream:
+        expected = _read_sums(path.parent).get(_METADATA) if self._verify else None
+        # Without this check, a flipped bit in a key would be reported as a missing key.
+        if path.name == _METADATA and expected and list(_sum(path)) != list(expected):
+            raise ValueError(f"{path}: found other bytes than were written")
+        with path.open("rb") as stream:
             try:
                 metadata = _Unpickler(stream).load()
             except Exception as error:  # damaged bytes can raise any error
@@ -253,13 +193,6 @@ class CheckpointReader(FileSystemReader):
         if metadata.storage_meta is not None:
             metadata.storage_meta.load_id = self.load_id
         return metadata
-
-    def _check_metadata(self, path: Path) -> None:
-        # Without this check, a flipped bit in a key would be reported as a missing key.
-        sums = _read_sums(path.parent) or {}
-        # The checksum of the metadata is missing if its writer was killed just before the end.
-        if _METADATA in sums and _sum(path) != sums[_METADATA]:
-            raise ValueError(f"{path}: found other bytes than were written")
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read this rank's part of the data, see the base class."""
