@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -32,25 +31,15 @@ SIZES = {
     "pad_token_id": 0,
 }
 GPT2_SIZES = {"vocab_size": VOCAB, "n_embd": 24, "n_layer": NUM_LAYERS, "n_head": 4}
-GPT2_TOKENS = {"bos_token_id": 0, "eos_token_id": 1}
+GPT2_SIZES |= {"bos_token_id": 0, "eos_token_id": 1}
 CONFIG = AMOConfig(observe_until=4, observe_every=2, sample_size=2, transition_steps=2)
-
-
-def make_config(family: str) -> transformers.PretrainedConfig:
-    configs: dict[str, Callable[[], transformers.PretrainedConfig]] = {
-        "llama": lambda: transformers.LlamaConfig(**SIZES),
-        "qwen2": lambda: transformers.Qwen2Config(**SIZES),
-        "qwen3": lambda: transformers.Qwen3Config(**SIZES, head_dim=8),
-        "mistral": lambda: transformers.MistralConfig(**SIZES),
-        "gemma": lambda: transformers.GemmaConfig(**SIZES, head_dim=8),
-        "gpt2": lambda: transformers.GPT2Config(**GPT2_SIZES, **GPT2_TOKENS),
-    }
-    return configs[family]()
 
 
 def make_model(family: str, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
-    return transformers.AutoModelForCausalLM.from_config(make_config(family))
+    is_gpt2 = family == "gpt2"
+    config = transformers.GPT2Config(**GPT2_SIZES) if is_gpt2 else transformers.LlamaConfig(**SIZES)
+    return transformers.AutoModelForCausalLM.from_config(config)
 
 
 def tokens(seed: int) -> Tensor:
@@ -75,7 +64,7 @@ def types_by_name(groups: list[dict[str, Any]]) -> dict[str, tuple[str, ...]]:
     return {name: tuple(view.operator_type for view in v) for name, v in views.items()}
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_family_is_classified_and_trains(family: str, capsys: pytest.CaptureFixture[str]) -> None:
     model = make_model(family)
     groups = param_groups(model, report=True)

