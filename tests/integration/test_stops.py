@@ -59,19 +59,6 @@ def test_a_stop_before_the_first_step_ends_at_once_and_says_go_on(
     assert "Stopped; the same command goes on." in output
 
 
-def test_a_stop_after_steps_saves_and_says_go_on(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    run = start(folder, "--ranks=2", "--checkpoint.enable", "--metrics.log_freq=1")
-    wait_for(folder, "metrics.jsonl", run)
-    time.sleep(2)
-    status, output = stop(run)
-    assert status == 75, output
-    (step,) = complete_steps(folder / "checkpoint")
-    assert f"stopped at step {step}, which is saved" in output
-    newest = start(folder, "--checkpoint.enable", "--newest-step")
-    assert newest.communicate(timeout=240)[0] == f"{step}\n"
-
-
 def test_a_stop_without_checkpoints_is_no_invitation_to_go_on(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run = start(folder, "--ranks=1", "--metrics.log_freq=1")

@@ -128,14 +128,6 @@ def test_layout(
 FUSED = "--model.fuse_qkv"
 
 
-def test_fused_queries_keys_and_values_train_under_tensor_parallelism(
-    titan: Server, fsdp: Run, tmp_path: Path
-) -> None:
-    run = titan.run(Job(2, str(tmp_path), (*degrees(tp=2, shard=1), FUSED)))
-    assert_trained(run, PHASES)
-    assert_same_losses(run, fsdp)
-
-
 def test_fused_queries_keys_and_values_train_as_three_and_resume(
     titan: Server, fsdp: Run, tmp_path: Path
 ) -> None:
@@ -189,23 +181,6 @@ def test_a_stage_without_matrices_resumes(titan: Server, tmp_path: Path) -> None
     resumed = titan.run(job)
     assert resumed.losses() == losses
     assert resumed.traces() == [trace[5:] for trace in traces]
-
-
-def test_activation_checkpointing_changes_no_bit(titan: Server, tmp_path: Path) -> None:
-    """On torchtitan's debug model (two layers of it), with two micro batches a step."""
-    runs = [
-        titan.run(
-            Job(
-                2,
-                str(tmp_path / mode),
-                (*model("qwen3", "cut"), *SHORT, f"--activation_checkpoint.mode={mode}"),
-            )
-        )
-        for mode in ("none", "selective", "full")
-    ]
-    for run in runs:
-        assert_trained(run, SHORT_PHASES)
-        assert run.losses() == runs[0].losses()
 
 
 def test_experts(titan: Server, tmp_path: Path) -> None:

@@ -174,34 +174,6 @@ def test_every_rank_raises_if_one_misses_the_folder(
         loading.load()
 
 
-def test_checksums_are_read_unless_they_are_off(
-    loading: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(checkpoints, "find_damage", lambda *_: "cut")
-    loading._verifies = False
-    assert loading.load()
-    assert Path(loading.loaded[-1][0]).name == "step-10"
-    verified: list[bool] = []
-    monkeypatch.setattr(
-        checkpoints.loading, "load", lambda *_, verify: verified.append(verify), raising=True
-    )
-    loading.states["model"] = SimpleNamespace(load_state_dict=lambda _: None)
-    for verifies in (False, True):
-        loading._verifies = verifies
-        checkpoints.CheckpointManager.dcp_load(loading, {}, "another", False, False)
-    assert verified == [False, True]
-
-
-@pytest.mark.parametrize("address", ["s3://bucket/run", "gs://bucket/run"])
-def test_object_stores_are_refused(address: str, tmp_path: Path) -> None:
-    expected = rf"found '{address}', expected a folder of a file system"
-    with pytest.raises(ValueError, match=f"folder: {expected}"):
-        checkpoints.CheckpointManager.Config(folder=address)
-    config = checkpoints.CheckpointManager.Config()
-    with pytest.raises(ValueError, match=f"dump_folder: {expected}"):
-        config.build(base_folder=address)
-
-
 def damage(*steps: int) -> dict[str, str]:
     """What `find_damage` finds, by name of the folder."""
     return {f"step-{step}": "__0_0.distcp has 3 bytes, 9 were written" for step in steps}

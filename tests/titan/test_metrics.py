@@ -191,12 +191,6 @@ def test_a_brief_console_shows_progress_and_the_file_has_torchtitans_figures(
     assert record["reserved_memory_gib"] > 0
 
 
-def test_a_cpu_is_not_held_against_a_gpu(processor: Any) -> None:
-    processor.should_log(12)
-    processor.now += 1.0
-    assert log(processor, 12)["mfu_percent"] is None
-
-
 def test_waits_for_data_are_a_share_of_each_step_since_the_last_log(processor: Any) -> None:
     assert not processor.should_log(11)
     processor.now += 10.0
@@ -272,14 +266,3 @@ def test_a_resumed_run_shows_its_plan_at_once_and_a_new_one_leaves_it_to_the_pol
         f"the plan of the checkpoint:\n{policy.plan!s}",
     ]
     assert Plan.from_json((tmp_path / "plan.json").read_text()) == policy.plan
-
-
-def test_a_plan_that_is_made_is_written_with_the_next_log(
-    processor: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    processor.should_log(2)
-    assert not (tmp_path / "plan.json").exists()
-    monkeypatch.setattr(run_log, "report", lambda _: run_log.Report(plan="{}"))
-    processor.now += 1.0
-    log(processor, 2)
-    assert (tmp_path / "plan.json").read_text() == "{}\n"

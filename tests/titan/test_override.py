@@ -4,30 +4,19 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import importlib.util
 import re
-import sys
-import types
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 import torchtitan.components.metrics as titan_metrics
-import torchtitan.components.quantization.float8 as quantization
-from torch import nn
-from torch._inductor import config as inductor
 from torchtitan.components.optimizer import default_adamw
 from torchtitan.config.override import _REGISTRY, OverrideConfig, apply_overrides, parse_cli_imports
-from torchtitan.models.common.linear import Linear
 from torchtitan.models.llama3 import config_registry as registry
 from torchtitan.models.qwen3 import config_registry as registry_of_qwen3
-from torchtitan.protocols.module import Module
 from torchtitan.trainer import Trainer
 
-from amo_dist import param_groups
 from torchtitan_ext.config import settings
 from torchtitan_ext.plugin import machine
 from torchtitan_ext.plugin.checkpoints import CheckpointManager
@@ -180,45 +169,3 @@ def test_float8_leaves_routers() -> None:
     assert not fqns.matches("lm_head")
     with pytest.raises(ValueError, match=r"found filter_fqns = \['router'\]"):
         applied(llama3_debugmodel(), 'torchtitan_ext.override.float8={"filter_fqns": ["router"]}')
-
-
-class _Float8Linear(nn.Linear, Module):
-    """In the place of torchao's, which is not installed with the project."""
-
-    @dataclasses.dataclass(kw_only=True, slots=True)
-    class Config(Linear.Config):
-        _torchao_config: object = None
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config.in_features, config.out_features, bias=config.bias)
-
-
-@inductor.patch(emulate_precision_casts=False)  # torchtitan's converter sets it for good
-def test_float8_takes_the_blocks_and_leaves_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    recipes = SimpleNamespace(from_recipe_name=lambda name: name)
-    torchao = types.ModuleType("torchao.float8")
-    torchao.Float8LinearConfig = recipes  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "torchao", types.ModuleType("torchao"))
-    monkeypatch.setitem(sys.modules, "torchao.float8", torchao)
-    monkeypatch.setattr(quantization, "Float8Linear", _Float8Linear)
-    monkeypatch.setattr(quantization, "has_cuda_capability", lambda *_: True)
-    config = settings.parse([f"--job.config_file={CONFIGS / 'quickstart.toml'}"])
-    config.override.imports = ["torchtitan_ext.override.float8"]
-    assert config.model_spec is not None
-    with torch.device("meta"):
-        plain = config.model_spec.model.build()
-        apply_overrides(config.override, config)
-        model = config.model_spec.model.build()
-    found = {name for name, one in model.named_modules() if isinstance(one, _Float8Linear)}
-    expected = {name for name, one in plain.named_modules() if isinstance(one, nn.Linear)}
-    assert found == expected - {"lm_head"}
-    shapes = [[(n, p.shape) for n, p in one.named_parameters()] for one in (plain, model)]
-    assert shapes[0] == shapes[1]
-    assert len(param_groups(model)) == len(param_groups(plain))
-
-
-def test_float8_without_torchao_says_so() -> None:
-    if importlib.util.find_spec("torchao") is not None:
-        pytest.skip("torchao is installed")
-    with pytest.raises(ImportError, match="torchao is not installed"):
-        applied(llama3_debugmodel(), "torchtitan_ext.override.float8")

@@ -363,10 +363,9 @@ def groups_of(model_parts: Sequence[nn.Module], config: Any) -> list[dict[str, A
 
 
 def _fused(model_parts: Sequence[nn.Module]) -> dict[str, Fused]:
-    """A pattern for each projection that holds several matrices in turn.
+    """A pattern for each projection that holds query, key and value by KV group.
 
-    Those are query, key and value by KV group, or query and its gate by head (qwen3_5). The module
-    knows the sizes, which no shape tells.
+    The module knows the sizes, which no shape tells.
     """
     patterns = {}
     for part in model_parts:
@@ -377,11 +376,6 @@ def _fused(model_parts: Sequence[nn.Module]) -> dict[str, Fused]:
                 sizes = (("attn_q", size * module.heads_per_kv), ("attn_k", size), ("attn_v", size))
                 pattern = re.escape(clean_name(f"{name}.wqkv.weight"))
                 patterns[pattern] = Fused(sizes, groups=num_groups)
-            heads, size = getattr(module, "n_heads", 0), getattr(module, "head_dim", 0)
-            query = getattr(module, "wq", None)
-            if query is not None and query.weight.shape[0] == 2 * heads * size:
-                pattern, rows = re.escape(clean_name(f"{name}.wq.weight")), heads * size
-                patterns[pattern] = Fused((("attn_q", rows), ("attn_gate", rows)), groups=heads)
     return patterns
 
 
