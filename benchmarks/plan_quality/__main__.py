@@ -18,7 +18,6 @@ RESULTS = ROOT / "benchmarks" / "results" / "plan_quality"
 SPECTRA = ROOT / "outputs" / "plan_quality"
 STUDIES: Mapping[str, tuple[str, Callable[[], list[jobs.Job]], Callable[[Path], str] | None]] = {
     "plans": ("plan_quality", jobs.all_jobs, None),
-    "ladder": ("ladder", jobs.ladder_jobs, report.ladder_text),
     "dtypes": ("ns_dtype", jobs.dtype_jobs, report.dtype_text),
 }
 """Folder of results, runs, and text of the report, if it is one text, for each study."""
@@ -34,8 +33,7 @@ def main(args: Sequence[str] | None = None) -> int:
         return 0
     if options.command == "report":
         print(report.text(options.output))
-        for path in report.plot(options.output):
-            print(f"figure: {path}")
+        print(f"figure: {report.plot(options.output)}")
         return 0
     wanted = all_jobs()
     if options.list:

@@ -18,7 +18,7 @@ from amo_dist import Schedule
 from benchmarks.plan_quality import train
 from benchmarks.plan_quality.data import Corpus
 from benchmarks.plan_quality.model import ARCHITECTURES
-from benchmarks.plan_quality.rows import ROWS, Planner
+from benchmarks.plan_quality.rows import ROWS, Planner, relative_flops
 from benchmarks.plan_quality.settings import Settings
 from benchmarks.plan_quality.spectra import scores
 from benchmarks.plan_quality.train import Start
@@ -76,60 +76,6 @@ def all_jobs() -> list[Job]:
         *(switch(step, name) for name in others for step in (12, 50)),
         *balanced(AS_IS, 0, norm="as_is"),
         Job(Start(others[1], 0, steps=2000, switch=800), CONTENDERS),
-    ]
-
-
-UNIFORM = ("uniform-5", "uniform-4", "uniform-3")
-LADDERS = ("ladder-1", "ladder-2")
-OTHERS = ("fall-early", "fall-late", "ladder-4", *(f"plan-as-ladder-{tau}" for tau in (1, 2, 4)))
-
-
-def ladder_jobs() -> list[Job]:
-    """Runs of the ladder's study; whatever is done at any time is a balanced table."""
-
-    def balanced(rows: Sequence[str], seeds: Sequence[int], **start: Any) -> list[Job]:
-        return [
-            Job(Start(name, seed, **start), tuple(rows)) for seed in seeds for name in ARCHITECTURES
-        ]
-
-    first, *_, last = ARCHITECTURES
-    few, others = range(3), range(3, 5)
-    fixed_and_ladders, every_row = (*UNIFORM, *LADDERS), (*UNIFORM, *LADDERS, *OTHERS)
-    needed = ("uniform-5", "uniform-3", *LADDERS)
-    return [
-        *balanced(fixed_and_ladders, range(2)),
-        *balanced(needed, (2,)),
-        *balanced(needed, (0,), decay="linear"),
-        *(Job(Start(first, 0, order=order), ("uniform-5",)) for order in range(1, 6)),
-        *(job for switch in (50, 25) for job in balanced(("ladder-2",), (0,), switch=switch)),
-        *balanced(("uniform-5", "ladder-2"), (0,), decay="constant"),
-        *balanced(needed, (1,), decay="linear"),
-        *balanced(needed, (2,), decay="linear"),
-        *balanced(OTHERS, range(2)),
-        *balanced(needed, others, decay="linear"),
-        *balanced(("fall-early", "fall-late", "ladder-4"), few, decay="linear"),
-        *balanced(needed, others),
-        Job(Start(first, 0, steps=2000, switch=800), (*needed, "fall-early")),
-        Job(Start(last, 0, steps=2000, switch=800), needed),
-        *(job for switch in (50, 25) for job in balanced(LADDERS, few, switch=switch)),
-        *balanced(fixed_and_ladders, range(1), decay="constant"),
-        *balanced(every_row, range(5)),
-        *(job for decay in ("linear", "constant") for job in balanced(every_row, few, decay=decay)),
-        *(
-            job
-            for switch in (50, 25)
-            for job in balanced((*LADDERS, *OTHERS), range(5), switch=switch)
-        ),
-        *(
-            job
-            for decay in ("linear", "constant")
-            for job in balanced(every_row, others, decay=decay)
-        ),
-        *(
-            Job(Start(name, 0, steps=2000, switch=switch), (*rows, *LADDERS, *OTHERS))
-            for switch, rows in ((800, UNIFORM), (400, ()), (200, ()))
-            for name in (first, last)
-        ),
     ]
 
 
@@ -217,9 +163,9 @@ def run(
     for name in missing(output, job):
         begun = time.perf_counter()
         row, _, order = name.partition("~")
-        chosen = planner.choose(ROWS[row], relative_rates(start, settings))
+        chosen = planner.choose(ROWS[row])
         end = train.finish(
-            *(snapshot, chosen.phases, corpus, settings),
+            *(snapshot, chosen.schedules, corpus, settings),
             order=int(order or 0),
             observe=name == "uniform-5",
         )
@@ -227,9 +173,7 @@ def run(
             kept = {"observed": snapshot.spectra, "later": end.spectra}
             train.write_whole(later_path, lambda part, kept=kept: torch.save(kept, part))
         later = torch.load(later_path)["later"] if later_path.exists() else None
-        flops = chosen.relative_flops(shapes, start.steps)
-        # A functional of spectra is one of schedules that stay.
-        schedules = next(iter(chosen.phases.values())) if len(chosen.phases) == 1 else None
+        flops, schedules = relative_flops(chosen.schedules, shapes), chosen.schedules
         share = start.switch / start.steps
         record: dict[str, Any] = {
             **dataclasses.asdict(start),
@@ -238,10 +182,9 @@ def run(
             "flops_after": flops,
             "flops": share + (1 - share) * flops,
             "plan": chosen.plan,
-            "steps_by_type": steps_by_type(chosen.phases, types),
-            "rung_rates": chosen.rates,
-            "scores_at_switch": schedules and rounded(scores(schedules, snapshot.spectra, shapes)),
-            "scores_after": schedules and later and rounded(scores(schedules, later, shapes)),
+            "steps_by_type": steps_by_type(schedules, types),
+            "scores_at_switch": rounded(scores(schedules, snapshot.spectra, shapes)),
+            "scores_after": later and rounded(scores(schedules, later, shapes)),
             "train_loss": every_tenth([*snapshot.train_loss, *end.train_loss]),
             "digest": train.digest(end.model),
             "seconds": train.seconds_since(begun),
@@ -253,21 +196,9 @@ def run(
         tell(f"{start.key} {name}: {record['validation_loss']:.4f} in {record['seconds']} s")
 
 
-def relative_rates(start: Start, settings: Settings) -> dict[int, float]:
-    """Learning rate of each step after the switch, over the greatest one up to it."""
-    rates = [settings.rate_at(step, start.steps, start.decay) for step in range(1, start.steps + 1)]
-    reference = max(rates[: start.switch])
-    return {step: rates[step - 1] / reference for step in range(start.switch + 1, start.steps + 1)}
-
-
-def steps_by_type(
-    phases: Mapping[int, Mapping[str, Schedule]], types: Mapping[str, str]
-) -> dict[int, list[int]]:
-    """Steps of each type, in the order of the model, by the first step of each phase."""
-    return {
-        first: [*{types[name]: s.num_steps for name, s in schedules.items()}.values()]
-        for first, schedules in phases.items()
-    }
+def steps_by_type(schedules: Mapping[str, Schedule], types: Mapping[str, str]) -> list[int]:
+    """Steps of each type, in the order of the model."""
+    return [*{types[name]: s.num_steps for name, s in schedules.items()}.values()]
 
 
 def rounded(values: dict[str, float]) -> dict[str, float]:

@@ -6,7 +6,7 @@ import json
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -18,16 +18,6 @@ BAR = "uniform-5"
 NORMS = ("exact", "as_is")
 RATE, STEPS, SWITCH = 8e-3, 250, 100
 """Of the main table."""
-TRIAL = {
-    "uniform-5": "1.9675",
-    "uniform-4": "1.9710",
-    "uniform-3": "1.9662",
-    "residual-alike-0.8": "1.9871",
-    "residual-0.8": "1.9675",
-    "distance-0.8": "1.9661",
-    "distance-0.6": "1.9725",
-}
-"""Mean loss of two seeds and three models, in the trial that led to this study."""
 TWINS = (
     ("distance-0.8", "uniform-4"),
     ("direction-0.8", "uniform-4"),
@@ -55,9 +45,7 @@ class Runs:
 
     def __init__(self, folder: Path) -> None:
         paths = sorted((folder / "runs").glob("*.json"))
-        self.records: list[Record] = [
-            {"decay": "cosine", **json.loads(path.read_text())} for path in paths
-        ]
+        self.records: list[Record] = [json.loads(path.read_text()) for path in paths]
         if not self.records:
             raise ValueError(f"output: found no results in {folder}, expected those of `run`")
 
@@ -69,7 +57,6 @@ class Runs:
             "steps": STEPS,
             "switch": SWITCH,
             "order": 0,
-            "decay": "cosine",
         }
         wanted = {**start, "row": row, **wanted}
         if row == BAR:
@@ -220,34 +207,6 @@ def twin_table(runs: Runs) -> list[str]:
     return lines
 
 
-def trial_table(runs: Runs) -> list[str]:
-    """What the rows of the trial become."""
-    lines = head(
-        "after the switch", "flops", "trial: mean of six", "now", "runs", "worst of its row"
-    )
-    found = {
-        row: {
-            (name, seed): loss
-            for name in ARCHITECTURES
-            for seed, loss in runs.losses(row, architecture=name).items()
-        }
-        for row in TRIAL
-    }
-    common = set.intersection(*(set(losses) for losses in found.values()))
-    for row, told in TRIAL.items():
-        losses = [found[row][key] for key in sorted(common)]
-        if losses:
-            worst = sum(found[row][key] == max(f[key] for f in found.values()) for key in common)
-            lines.append(
-                row_of(
-                    *(title(row), f"{flops_after(runs, row):.3f}", told),
-                    f"{statistics.fmean(losses):.4f}",
-                    *(len(losses), f"{worst} of {len(losses)}"),
-                )
-            )
-    return lines
-
-
 def noise_lines(runs: Runs) -> list[str]:
     """How far the same run differs by rounding."""
     lines = []
@@ -386,7 +345,7 @@ def plan_table(runs: Runs) -> list[str]:
     """Steps of the plans by type, in the order of the model."""
     lines = head("after the switch", *ARCHITECTURES)
     for row, each in ROWS.items():
-        if not each.measure or each.by_depth or each.tau:
+        if not each.measure or each.by_depth:
             continue
         cells = [_allocations(runs.pick(row, architecture=name).values()) for name in ARCHITECTURES]
         if any(cells):
@@ -473,7 +432,6 @@ def text(folder: Path) -> str:
         ("Exact norm", main_table(runs, "exact")),
         ("Norm as it is", main_table(runs, "as_is")),
         ("At the same flops", twin_table(runs)),
-        ("The rows of the trial", trial_table(runs)),
         ("Functionals", functional_table(runs)),
         ("Rates", rate_table(runs)),
         ("When to switch", switch_table(runs)),
@@ -481,35 +439,6 @@ def text(folder: Path) -> str:
         ("Steps by type", plan_table(runs)),
     ]
     return "\n\n".join(f"### {name}\n\n" + "\n".join(lines) for name, lines in parts if lines)
-
-
-def ladder_text(folder: Path) -> str:
-    """Each row against uniform 5 by form of the rate, length and observation, as Markdown.
-
-    Raises:
-        ValueError: There are no results.
-    """
-    runs = Runs(folder)
-    kinds = sorted({(r["decay"], r["steps"], r["switch"]) for r in runs.records})
-    columns = ("row", "flops of the whole run", "after the switch", *ARCHITECTURES)
-    columns = (*columns, "all pairs", "pairs", "rule")
-    noise_part = "\n".join(noise_lines(runs)) or "The noise is not measured yet."
-    parts = ["\n".join(ladder_verdict(runs)), noise_part]
-    for decay, steps, switch in kinds:
-        lines = [f"### {decay}, {steps} steps, observed up to step {switch}", "", *head(*columns)]
-        fields = {"decay": decay, "steps": steps, "switch": switch}
-        for row in ROWS:
-            gaps = _gaps(runs, row, **fields)
-            everything = [gap for model_gaps in gaps for gap in model_gaps]
-            if everything and not (row == BAR and decay == "cosine" and switch != SWITCH):
-                flops = [_mean_flops(runs, row, key, **fields) for key in ("flops", "flops_after")]
-                cells = [*(f"{value:.3f}" for value in flops)]
-                cells += [plus_minus(model_gaps, "+") for model_gaps in gaps]
-                mean = plus_minus(everything, "+")
-                verdict = _passes(runs, gaps) if row != BAR else "the bar"
-                lines.append(row_of(title(row), *cells, mean, len(everything), verdict))
-        parts.append("\n".join(lines))
-    return "\n\n".join(parts)
 
 
 def dtype_text(folder: Path) -> str:
@@ -534,91 +463,33 @@ def dtype_text(folder: Path) -> str:
     return "\n".join(lines)
 
 
-def ladder_verdict(runs: Runs) -> list[str]:
-    """The rows that pass the rule for cosine and for linear decay, that fail, and that are open."""
-    lines, passed = [], []
-    for row in ROWS:
-        if row == BAR:
-            continue
-        kinds = [{"decay": decay, "steps": STEPS} for decay in ("cosine", "linear")]
-        gaps = [_gaps(runs, row, **fields) for fields in kinds]
-        if not any(map(any, gaps)):
-            continue
-        words = [_passes(runs, model_gaps) for model_gaps in gaps]
-        word = next((word for word in ("fails", "open") if word in words), "passes")
-        forms = [fields for fields, model_gaps in zip(kinds, gaps, strict=True) if any(model_gaps)]
-        flops = statistics.fmean(_mean_flops(runs, row, "flops", **fields) for fields in forms)
-        passed += [(flops, title(row))] if word == "passes" else []
-        cells = ", ".join(f"{f['decay']} {w}" for f, w in zip(kinds, words, strict=True))
-        lines.append(f"- {word}: {title(row)}, {flops:.3f} of the flops of the whole run ({cells})")
-    pick = f"The rule picks: {min(passed)[1]}." if passed else "No row passes yet."
-    return [*lines, pick]
-
-
-def _gaps(runs: Runs, row: str, **fields: Any) -> list[list[float]]:
-    """Differences of the loss from the bar's by seed, for each model."""
-    return [
-        differences(
-            runs.losses(row, architecture=name, **fields),
-            runs.losses(BAR, architecture=name, **fields),
-        )
-        for name in ARCHITECTURES
-    ]
-
-
-def _mean_flops(runs: Runs, row: str, key: str, **fields: Any) -> float:
-    """Mean over models and seeds of a record's flops."""
-    picked = (runs.pick(row, architecture=name, **fields).values() for name in ARCHITECTURES)
-    return statistics.fmean(record[key] for records in picked for record in records)
-
-
-def _passes(runs: Runs, gaps: Sequence[Sequence[float]]) -> str:
-    """The rule's word on a row: ``open`` until every model and the noise are measured."""
-    if not all(gaps) or not math.isfinite(spread(runs)):
-        return "open"
-    excess = (statistics.fmean(g) - tolerance(runs, len(g)) for g in gaps)
-    return "passes" if max(excess) <= 0 else "fails"
-
-
 # ---------------------------------------------------------------- figures
 
 
-def plot(folder: Path) -> list[Path]:
-    """Draw the figures beside the records; the files written."""
+def plot(folder: Path) -> Path:
+    """Draw loss against five uniform steps by flops after the switch, beside the records."""
     import matplotlib
 
     matplotlib.use("Agg")
-    runs = Runs(folder)
-    drawn: dict[str, Callable[[Runs, Path], bool]] = {
-        "loss_by_work": _draw_work,
-        "loss_by_flops": _draw_losses,
-        "functionals": _draw_functionals,
-        "rates": _draw_rates,
-    }
-    paths = {folder / f"{name}.png": draw for name, draw in drawn.items()}
-    return [path for path, draw in paths.items() if draw(runs, path)]
-
-
-def _draw_work(runs: Runs, path: Path) -> bool:
-    """Loss against five uniform steps by flops after the switch, over all models; for a phone."""
     from matplotlib import pyplot
 
-    folder = path.parent.with_name("ladder")
-    if not folder.exists():
-        return False
-    records, taus = Runs(folder), (1, 2, 4)
+    runs, path = Runs(folder), folder / "loss_by_work.png"
     series = {
         "same steps for every type": ("uniform-5", "uniform-4", "uniform-3"),
-        "plan by operator type": tuple(f"plan-as-ladder-{tau}" for tau in taus),
-        "ladder: fewer as the rate falls": tuple(f"ladder-{tau}" for tau in taus),
+        "plan by operator type": ("distance-0.8", "distance-0.6", "distance-0.5"),
     }
     figure, axes = pyplot.subplots(figsize=(5.2, 3.9))
-    for (label, rows), style in zip(series.items(), ("o-", "s--", "D:"), strict=True):
-        fields = {"steps": STEPS, "switch": SWITCH, "decay": "cosine"}
+    for (label, rows), style in zip(series.items(), ("o-", "s--"), strict=True):
         points = []
         for row in rows:
-            gaps = [gap for model_gaps in _gaps(records, row, **fields) for gap in model_gaps]
-            points.append((flops_after(records, row, **fields), *interval(gaps)))
+            gaps = [
+                gap
+                for name in ARCHITECTURES
+                for gap in differences(
+                    runs.losses(row, architecture=name), runs.losses(BAR, architecture=name)
+                )
+            ]
+            points.append((flops_after(runs, row), *interval(gaps)))
         flops, means, halves = zip(*points, strict=True)
         axes.errorbar(flops, means, halves, fmt=style, capsize=4, markersize=8, label=label)
     axes.axhline(0, color="grey", linewidth=1)
@@ -627,112 +498,7 @@ def _draw_work(runs: Runs, path: Path) -> bool:
     axes.set_ylabel("final loss against five steps")
     axes.grid(alpha=0.3)
     axes.legend(loc="upper left", fontsize=10)
-    return _save(figure, path, dpi=200)
-
-
-def _draw_losses(runs: Runs, path: Path) -> bool:
-    """Differences from uniform 5, paired by seed, by row, with what noise may do."""
-    from matplotlib import pyplot
-
-    figure, panels = pyplot.subplots(
-        1, len(ARCHITECTURES), figsize=(14, 5), sharex=True, sharey=True
-    )
-    rows = [
-        r
-        for r in ROWS
-        if r != BAR and any(math.isfinite(flops_after(runs, r, norm=n)) for n in NORMS)
-    ]
-    num_seeds = max(len(runs.losses(BAR, architecture=name)) for name in ARCHITECTURES)
-    for axes, name in zip(panels, ARCHITECTURES, strict=True):
-        for norm, offset, colour in zip(NORMS, (-0.15, 0.15), ("C0", "C1"), strict=True):
-            bar = runs.losses(BAR, architecture=name, norm=norm)
-            is_named = False
-            for place, row in enumerate(rows):
-                gap = differences(runs.losses(row, architecture=name, norm=norm), bar)
-                if not gap:
-                    continue
-                mean, half = interval(gap)
-                label = None if is_named else norm
-                is_named = True
-                error = half if len(gap) > 2 else 0
-                axes.errorbar(
-                    mean, place + offset, xerr=error, fmt="o", capsize=3, color=colour, label=label
-                )
-                axes.scatter(gap, [place + offset] * len(gap), s=6, color="grey", zorder=3)
-        width = tolerance(runs, num_seeds)
-        if math.isfinite(width):
-            axes.axvspan(-width, width, color="grey", alpha=0.2)
-        axes.set_yticks(range(len(rows)), [title(r) for r in rows])
-        axes.set_title(name)
-        axes.grid(axis="x", alpha=0.3)
-    panels[0].invert_yaxis()
-    panels[0].legend(*panels[0].get_legend_handles_labels())
-    figure.supxlabel("final validation loss against uniform 5 of the same norm; grey: noise")
-    return _save(figure, path)
-
-
-def _draw_functionals(runs: Runs, path: Path) -> bool:
-    """Rank correlation with the loss, by functional."""
-    from matplotlib import pyplot
-
-    found = {norm: correlations(runs, norm, "scores_at_switch") for norm in NORMS}
-    names = sorted(found["exact"], key=lambda name: statistics.fmean(found["exact"][name]))
-    if not names:
-        return False
-    figure, axes = pyplot.subplots(figsize=(7, 4.5))
-    for norm, offset in zip(NORMS, (0.18, -0.18), strict=True):
-        places = [place + offset for place, name in enumerate(names) if name in found[norm]]
-        means = [statistics.fmean(found[norm][name]) for name in names if name in found[norm]]
-        axes.barh(places, means, height=0.34, label=norm)
-    axes.set_yticks(range(len(names)), names)
-    axes.set_xlabel("rank correlation with the final loss, mean over models and seeds")
-    axes.grid(axis="x", alpha=0.3)
-    axes.legend()
-    return _save(figure, path)
-
-
-def _draw_rates(runs: Runs, path: Path) -> bool:
-    """Loss by rate on the seed apart."""
-    from matplotlib import pyplot
-
-    figure, panels = pyplot.subplots(1, len(ARCHITECTURES), figsize=(13, 3.8), sharey=True)
-    is_drawn = False
-    for axes, name in zip(panels, ARCHITECTURES, strict=True):
-        for norm, style in zip(NORMS, ("-", "--"), strict=True):
-            for colour, row in enumerate(CONTENDERS):
-                points = [
-                    (rate, found[RATE_SEED])
-                    for rate in RATES
-                    if (
-                        found := runs.losses(
-                            row, architecture=name, norm=norm, rate=rate, seed=RATE_SEED
-                        )
-                    )
-                ]
-                if points:
-                    is_drawn = True
-                    axes.plot(
-                        *zip(*points, strict=True),
-                        style,
-                        marker="o",
-                        color=f"C{colour}",
-                        label=f"{title(row)}, {norm}",
-                    )
-        axes.set_xscale("log")
-        axes.set_xticks(RATES, [f"{rate:g}" for rate in RATES])
-        axes.minorticks_off()
-        axes.set_title(name)
-        axes.grid(alpha=0.3)
-    panels[0].legend(fontsize=7)
-    panels[0].set_ylabel("final validation loss")
-    figure.supxlabel("peak learning rate")
-    return is_drawn and _save(figure, path)
-
-
-def _save(figure: Any, path: Path, dpi: int = 110) -> bool:
-    from matplotlib import pyplot
-
     figure.tight_layout()
-    figure.savefig(path, dpi=dpi)
+    figure.savefig(path, dpi=200)
     pyplot.close(figure)
-    return True
+    return path

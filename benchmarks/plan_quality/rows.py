@@ -16,7 +16,6 @@ from amo_dist.schedule.coefficients import named_schedule
 from amo_dist.schedule.exact import least_error
 from amo_dist.schedule.polar_express import composed
 from amo_dist.schedule.trials import GRID
-from benchmarks.plan_quality.ladder import ladder, one_step_towards, steps_at
 from benchmarks.plan_quality.spectra import (
     MEASURES,
     Shapes,
@@ -48,9 +47,6 @@ class Row:
         ratio: Flops over those of uniform five steps.
         least: Fewest steps that a type may get; fewer where the budget asks for it.
         by_depth: Whether the thirds of the depth are planned apart.
-        tau: Factor of the error that a ladder allows; 0: no ladder.
-        falls: Uniform steps by the share of the run at which they begin.
-        flops_of: Row whose mean flops after the switch are the plan's budget.
     """
 
     title: str
@@ -61,9 +57,6 @@ class Row:
     ratio: float = 1.0
     least: int = LEAST
     by_depth: bool = False
-    tau: float = 0.0
-    falls: tuple[tuple[float, int], ...] = ()
-    flops_of: str = ""
 
 
 def _plan(title: str, measure: str, ratio: float, **fields: Any) -> Row:
@@ -89,21 +82,6 @@ ROWS: Mapping[str, Row] = MappingProxyType(
             least=1,
             by_depth=True,
         ),
-        "fall-early": Row("4, 3 from 56 %, 2 from 76 %", falls=((0, 4), (0.56, 3), (0.76, 2))),
-        "fall-late": Row("4, 3 from 60 %, 2 from 80 %", falls=((0, 4), (0.6, 3), (0.8, 2))),
-        **{
-            f"ladder-{tau}": Row(f"ladder, tau {tau}", measure="direction", least=2, tau=tau)
-            for tau in (1, 2, 4)
-        },
-        **{
-            f"plan-as-ladder-{tau}": Row(
-                f"plan at the flops of the ladder, tau {tau}",
-                measure="direction",
-                least=2,
-                flops_of=f"ladder-{tau}",
-            )
-            for tau in (1, 2, 4)
-        },
     }
 )
 """Rows by name, in the order in which they run."""
@@ -113,21 +91,10 @@ ROWS: Mapping[str, Row] = MappingProxyType(
 class Chosen:
     """A row made out for one model."""
 
-    phases: Mapping[int, Mapping[str, Schedule]]
-    """Schedules by name of the matrix, by the first step of each phase."""
+    schedules: Mapping[str, Schedule]
+    """Schedules by name of the matrix."""
     plan: Mapping[str, tuple[int, float]]
     """Plan by group: steps, and the ``ell`` that they are composed for; empty without a plan."""
-    rates: tuple[float, ...] = ()
-    """Greatest rate of each rung of a ladder, in peaks up to the switch."""
-
-    def relative_flops(self, shapes: Shapes, steps: int) -> float:
-        """Mean flops from the first phase up to the last of so many steps, over uniform five."""
-        ends = [*self.phases, steps + 1][1:]
-        spent = sum(
-            (end - first) * relative_flops(schedules, shapes)
-            for (first, schedules), end in zip(self.phases.items(), ends, strict=True)
-        )
-        return spent / (steps + 1 - next(iter(self.phases)))
 
 
 class Planner:
@@ -152,35 +119,17 @@ class Planner:
         }
         """Errors by name: ``(steps - 1, ell, measure)``, means over the steps observed."""
 
-    def choose(self, row: Row, rates: Mapping[int, float]) -> Chosen:
-        """The schedules of a row.
-
-        Args:
-            row: Row of the study.
-            rates: Learning rate of each step after the switch, over the greatest one before it.
-        """
-        first, last = min(rates), max(rates)
-        if row.tau:
-            return self._stepping_down(row, rates)
-        if row.flops_of:
-            flops = self.choose(ROWS[row.flops_of], rates).relative_flops(self._shapes, last)
-            row = dataclasses.replace(row, ratio=round(flops, 6))
+    def choose(self, row: Row) -> Chosen:
+        """The schedules of a row."""
         if row.measure:
-            return self._planned(row, first)
-        if row.falls:
-            begins = {max(first, int(share * last) + 1): k for share, k in row.falls}
-            uniform = {
-                step: dict.fromkeys(self._shapes, composed(BASE_ELL, k))
-                for step, k in begins.items()
-            }
-            return Chosen(uniform, {})
+            return self._planned(row)
         if row.named:
             schedule = named_schedule(row.named).schedule
         else:
             schedule = composed(BASE_ELL, row.steps)
-        return Chosen({first: dict.fromkeys(self._shapes, schedule)}, {})
+        return Chosen(dict.fromkeys(self._shapes, schedule), {})
 
-    def _planned(self, row: Row, first: int) -> Chosen:
+    def _planned(self, row: Row) -> Chosen:
         groups, costs = self._groups(row)
         budget = flop_budget(row.ratio, costs, BASE_STEPS)
         curves, ells = self._curves(groups, row, min(row.least, budget // sum(costs)))
@@ -189,28 +138,7 @@ class Planner:
             group: (k, ell_by_steps[k])
             for group, k, ell_by_steps in zip(groups, allocation, ells, strict=True)
         }
-        return Chosen({first: self._composed(groups, ells, allocation)}, plan)
-
-    def _stepping_down(self, row: Row, rates: Mapping[int, float]) -> Chosen:
-        """Uniform steps above the ladder; below, one type moves by one step at each step."""
-        groups, costs = self._groups(row)
-        curves, ells = self._curves(groups, row, row.least)
-        place, measure = ELLS.index(BASE_ELL), MEASURES.index(row.measure)
-        reference = sum(
-            weight(self._shapes[name], row.weighting)
-            * float(errors[BASE_STEPS - 1, place, measure])
-            for name, errors in self._errors.items()
-        )
-        uniform = (BASE_STEPS,) * len(groups)
-        rungs = ladder(curves, costs, uniform, reference, row.tau)
-        steps = steps_at(rungs, uniform, next(iter(rates.values())))
-        phases, previous = {}, None
-        for step, rate in rates.items():
-            steps = one_step_towards(steps, steps_at(rungs, uniform, rate))
-            if steps != previous:
-                phases[step] = self._composed(groups, ells, steps)
-            previous = steps
-        return Chosen(phases, {}, tuple(rung.rate for rung in rungs))
+        return Chosen(self._composed(groups, ells, allocation), plan)
 
     def _composed(
         self,

@@ -25,25 +25,10 @@ class Settings:
     later_spectra: int = 5
     """How often, evenly, they are taken after it, of the uniform run."""
 
-    stable_share: float = 0.6
-    """Share of a run before the linear decay begins."""
-
-    def rate_at(self, step: int, steps: int, decay: str = "cosine") -> float:
-        """Learning rate at a step, counted from 1, in peaks.
-
-        Args:
-            step: Number of the step.
-            steps: Number of steps of the run.
-            decay: Form after the linear warm-up: ``cosine``, ``linear`` after a constant rate, or
-                ``constant``.
-        """
+    def rate_at(self, step: int, steps: int) -> float:
+        """Learning rate at a step of so many, in peaks: a linear warm-up, then a cosine."""
         if step <= self.warmup:
             return step / self.warmup
-        if decay == "constant":
-            return 1.0
-        if decay == "linear":
-            progress = max(step / steps - self.stable_share, 0) / (1 - self.stable_share)
-            return 1 - (1 - self.final_rate) * progress
         progress = (step - self.warmup) / (steps - self.warmup)
         return self.final_rate + (1 - self.final_rate) * (1 + math.cos(math.pi * progress)) / 2
 

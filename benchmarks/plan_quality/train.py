@@ -44,7 +44,6 @@ class Start:
         switch: The last step of the uniform schedule.
         steps: Steps of the whole run.
         order: Sequences of a batch are added up in another order for each number but 0.
-        decay: Form of the learning rate, as `Settings.rate_at` takes it.
         ns_dtype: ``ns_dtype`` of `amo_dist.MuonConfig`; the model itself trains in float32.
     """
 
@@ -55,15 +54,13 @@ class Start:
     switch: int = 100
     steps: int = 250
     order: int = 0
-    decay: str = "cosine"
     ns_dtype: str = "float32"
 
     @property
     def key(self) -> str:
         """For names of files."""
         order = f"-order{self.order}" if self.order else ""
-        decay = "" if self.decay == "cosine" else f"-{self.decay}"
-        steps = f"{self.steps}at{self.switch}{decay}"
+        steps = f"{self.steps}at{self.switch}"
         dtype = "" if self.ns_dtype == "float32" else f"-{self.ns_dtype}"
         return f"{self.architecture}-{self.seed}-{self.norm}-{self.rate:g}-{steps}{order}{dtype}"
 
@@ -129,7 +126,7 @@ def begin(start: Start, architecture: Architecture, corpus: Corpus, settings: Se
 
 def finish(
     snapshot: Snapshot,
-    phases: Mapping[int, Mapping[str, Schedule]],
+    schedules: Mapping[str, Schedule],
     corpus: Corpus,
     settings: Settings,
     *,
@@ -140,32 +137,23 @@ def finish(
 
     Args:
         snapshot: At the switch.
-        phases: Schedules by name of the matrix, by the first step of each phase.
+        schedules: Schedules by name of the matrix.
         corpus: Text of the snapshot's run.
         settings: Settings of the snapshot's run.
         order: Other than that of the start from the switch on, for noise.
         observe: Whether to take spectra.
     """
-    start = snapshot.start
-    model = copy.deepcopy(snapshot.model)
-    state = snapshot.state
-    losses: list[float] = []
-    spectra: dict[int, dict[str, Tensor]] = {}
-    ends = [*(first - 1 for first in phases), start.steps][1:]
-    for (first, schedules), last in zip(phases.items(), ends, strict=True):
-        optimizer = build(model, schedules, start, settings)
-        for index, param in enumerate(optimizer.params_by_name.values()):
-            for key, value in state["state"][index].items():
-                optimizer.state[param][key].copy_(value)
-        phase_losses, phase_spectra = _train(
-            *(model, optimizer, start, corpus, settings),
-            steps=range(first, last + 1),
-            observed=evenly(settings.later_spectra, start.switch, start.steps) if observe else [],
-            order=order or start.order,
-        )
-        losses += phase_losses
-        spectra |= phase_spectra
-        state = optimizer.state_dict()
+    start, model = snapshot.start, copy.deepcopy(snapshot.model)
+    optimizer = build(model, schedules, start, settings)
+    for index, param in enumerate(optimizer.params_by_name.values()):
+        for key, value in snapshot.state["state"][index].items():
+            optimizer.state[param][key].copy_(value)
+    losses, spectra = _train(
+        *(model, optimizer, start, corpus, settings),
+        steps=range(start.switch + 1, start.steps + 1),
+        observed=evenly(settings.later_spectra, start.switch, start.steps) if observe else [],
+        order=order or start.order,
+    )
     return End(model, losses, spectra)
 
 
@@ -189,7 +177,7 @@ def _train(
     losses, spectra = [], {}
     for step, batch in zip(steps, reordered(stream, order), strict=True):
         for group in optimizer.param_groups:
-            group["lr"] = start.rate * settings.rate_at(step, start.steps, start.decay)
+            group["lr"] = start.rate * settings.rate_at(step, start.steps)
         loss = loss_of(model, batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_norm)

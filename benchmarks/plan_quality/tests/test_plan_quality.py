@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 from pathlib import Path
 
@@ -13,11 +12,8 @@ from amo_dist.schedule.polar_express import composed
 from benchmarks.plan_quality import data, jobs, train
 from benchmarks.plan_quality.jobs import Job
 from benchmarks.plan_quality.model import ARCHITECTURES, Architecture
-from benchmarks.plan_quality.rows import ROWS, Planner, relative_flops
 from benchmarks.plan_quality.settings import Settings
 from benchmarks.plan_quality.train import Start
-
-pytestmark = pytest.mark.slow
 
 TINY = Architecture(num_heads=2, num_kv_heads=1, dim=16, ffn_dim=24, num_layers=3, head_dim=8)
 SHORT = Settings(batch=2, sequence=8, warmup=2, validation_batches=2, observations=2)
@@ -42,43 +38,13 @@ def test_an_end_with_the_uniform_schedule_is_the_uninterrupted_run(norm: str, ro
     snapshot = train.begin(start, TINY, corpus, SHORT)
     uniform = dict.fromkeys(train.matrix_shapes(snapshot.model)[0], composed(1e-3, 5))
     before = train.digest(snapshot.model)
-    end = train.finish(snapshot, {5: uniform}, corpus, SHORT)
+    end = train.finish(snapshot, uniform, corpus, SHORT)
     assert train.digest(snapshot.model) == before
     whole = train.begin(dataclasses.replace(start, switch=9), TINY, corpus, SHORT)
     assert train.digest(end.model) == train.digest(whole.model)
     assert [*snapshot.train_loss, *end.train_loss] == whole.train_loss
-    other = train.finish(snapshot, {5: dict.fromkeys(uniform, composed(1e-3, 2))}, corpus, SHORT)
+    other = train.finish(snapshot, dict.fromkeys(uniform, composed(1e-3, 2)), corpus, SHORT)
     assert train.digest(other.model) != train.digest(end.model)
-
-
-def test_a_ladder_steps_down_with_the_rate_by_one_step_of_one_type(root: Path) -> None:
-    """Its flops are those of all its phases, and a plan of as many flops spends no more."""
-    corpus, start = data.load(root), dataclasses.replace(START, steps=30)
-    snapshot = train.begin(start, TINY, corpus, SHORT)
-    shapes, types = train.matrix_shapes(snapshot.model)
-    planner, rates = Planner(snapshot.spectra, shapes, types), jobs.relative_rates(start, SHORT)
-    chosen = planner.choose(ROWS["ladder-1"], rates)
-    steps = [*jobs.steps_by_type(chosen.phases, types).values()]
-    for before, after in itertools.pairwise(steps):
-        assert sum(abs(a - b) for a, b in zip(before, after, strict=True)) == 1
-    assert len(steps) > 1
-    assert sum(steps[-1]) < sum(steps[0])
-    current = [
-        max(first for first in chosen.phases if first <= step) for step in range(5, start.steps + 1)
-    ]
-    spent = [relative_flops(chosen.phases[first], shapes) for first in current]
-    flops = chosen.relative_flops(shapes, start.steps)
-    assert flops == pytest.approx(sum(spent) / len(spent))
-    plan = planner.choose(ROWS["plan-as-ladder-1"], rates)
-    assert plan.relative_flops(shapes, start.steps) <= flops + 1e-6
-    constant = dict.fromkeys(rates, 1.0)
-    assert len(planner.choose(ROWS["ladder-1"], constant).phases) == 1
-    falls = planner.choose(ROWS["fall-late"], rates).phases
-    assert [(first, {s.num_steps for s in found.values()}) for first, found in falls.items()] == [
-        (5, {4}),
-        (19, {3}),
-        (25, {2}),
-    ]
 
 
 def study(monkeypatch: pytest.MonkeyPatch, root: Path, tmp_path: Path) -> list[Job]:
