@@ -1,0 +1,219 @@
+"""Mistakes of users: the error names the field, says what to write, and nothing has changed."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from amo_dist import AMO, AMOConfig, Fused, Muon, MuonConfig, param_groups
+from amo_dist.engine import step as one_step
+from amo_dist.engine.ballot import Ballots
+from tests import runs
+from tests.distributed import models
+from tests.memory import peak_bytes
+
+WQ = runs.WQ
+
+
+def groups() -> list[dict[str, Any]]:
+    return param_groups(models.plain_model(runs.SHAPES))
+
+
+def ones(*shape: int, **options: Any) -> nn.Parameter:
+    return nn.Parameter(torch.ones(*shape, **options), requires_grad=False)
+
+
+def adamw(*params: Any) -> list[dict[str, Any]]:
+    return [{"params": list(params), "algorithm": "adamw"}]
+
+
+SHARED = ones(3)
+CONFIG: Any = {"observe_until": 8}
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "field"),
+    [
+        (lambda: AMO(groups(), config=MuonConfig()), ValueError, "config: .*config=AMOConfig"),
+        (lambda: Muon(groups(), config=CONFIG), ValueError, "config: found a dict, .*MuonConfig"),
+        (
+            lambda: AMO(groups(), momentum=0.9, ns_steps=6),
+            TypeError,
+            r"config=AMOConfig\(momentum=0\.9, base_steps=6\)",
+        ),
+        (lambda: Muon(groups(), ns_steps=5), TypeError, "ns_steps.*schedule"),
+        (lambda: Muon(nn.Linear(2, 2).parameters()), ValueError, "params: .*param_groups"),
+        (lambda: Muon([ones(3)]), ValueError, "params: .*param_groups"),
+        (lambda: Muon(adamw(("a", ones(3, 3, dtype=torch.complex64)))), ValueError, "a: found"),
+        (lambda: Muon(adamw(("a", torch.ones(3, 3).to_sparse()))), ValueError, "a: found"),
+        (lambda: Muon(adamw(("a", ones(3, device="meta")))), ValueError, "a: found a meta"),
+        (lambda: Muon(adamw(("a", [1.0]))), ValueError, "a: found list"),
+        (
+            lambda: Muon(adamw(("a", nn.Parameter(ones(8).to(torch.float8_e4m3fn), False)))),
+            ValueError,
+            "a: found dtype torch.float8_e4m3fn",
+        ),
+        (lambda: Muon(adamw(("a", SHARED), ("b", SHARED))), ValueError, "params: .*a and as b"),
+        (
+            lambda: Muon(param_groups(models.plain_model(runs.SHAPES).half())),
+            ValueError,
+            "eps: found 1e-08, .* float16, the dtype of tok",
+        ),
+    ],
+)
+def test_a_mistake_at_construction_is_named(
+    call: Callable[[], object], error: type[Exception], field: str
+) -> None:
+    with pytest.raises(error, match=field):
+        call()
+
+
+def cast(model: nn.Module, optimizer: Muon) -> None:
+    model.get_parameter(WQ).data = model.get_parameter(WQ).data.double()
+    model.get_parameter(WQ).grad = None
+
+
+def move(model: nn.Module, optimizer: Muon) -> None:
+    param = model.get_parameter(WQ)
+    torch.utils.swap_tensors(param, nn.Parameter(param.detach().to("meta")))
+
+
+def set_rate(value: Any) -> Callable[[nn.Module, Muon], None]:
+    def mistake(model: nn.Module, optimizer: Muon) -> None:
+        optimizer.param_groups[0]["lr"] = value
+
+    return mistake
+
+
+def replace(field: str) -> Callable[[nn.Module, Muon], None]:
+    def mistake(model: nn.Module, optimizer: Muon) -> None:
+        setattr(optimizer, field, copy.copy(getattr(optimizer, field)))
+
+    return mistake
+
+
+@pytest.mark.parametrize(
+    ("mistake", "field"),
+    [
+        (lambda _, optimizer: optimizer.state.clear(), r"^state of .*\.momentum_buffer: found"),
+        (lambda _, optimizer: optimizer.param_groups[0].pop("lr"), r"^groups\[0\].lr: found none"),
+        (set_rate(10**400), r"^groups\[0\].lr: found 1000\d+, "),
+        (lambda _, optimizer: optimizer.load_state_dict(None), "^state_dict: found None"),
+        (cast, f"^{WQ}: found torch.float64 on cpu, expected torch.float32"),
+        (move, f"^{WQ}: found torch.float32 on meta, expected .* on cpu"),
+        (replace("state"), "another param_groups or state, after the first step"),
+        (replace("param_groups"), "another param_groups or state, after the first step"),
+    ],
+)
+def test_a_mistake_in_use_is_named_and_changes_nothing(
+    mistake: Callable[[nn.Module, Muon], object], field: str
+) -> None:
+    model, optimizer = runs.make("plain", Muon)
+    runs.train(model, optimizer, 1, 2)
+    models.set_gradients(model, 1, 3)
+    others = {name: param for name, param in model.named_parameters() if name != WQ}
+    before = {name: param.detach().clone() for name, param in others.items()}
+    with pytest.raises(ValueError, match=field):
+        (mistake(model, optimizer), optimizer.step())
+    assert runs.equal(others, before)
+    assert optimizer.num_steps_taken == 2
+
+
+@pytest.mark.parametrize("kind", [torch.AcceleratorError, MemoryError])
+def test_a_lost_device_is_raised_at_once_and_kept_for_no_ballot(
+    kind: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = runs.make("plain", Muon)
+    kept: list[object] = []
+    monkeypatch.setattr(Ballots, "report_failure", lambda *arguments: kept.append(arguments))
+    monkeypatch.setattr(one_step, "update_momentum", mock.Mock(side_effect=kind("lost")))
+    is_lost = kind is torch.AcceleratorError
+    with pytest.raises(kind) if is_lost else contextlib.nullcontext():
+        runs.train(model, optimizer, 1, 1)
+    assert len(kept) == (not is_lost)
+
+
+def test_momentum_of_float64_parameters_is_float64() -> None:
+    model, optimizer = runs.make("plain", Muon, dtype=torch.float64, ns_dtype="float64")
+    param = model.get_parameter(WQ)
+    for each in model.parameters():
+        each.grad = torch.ones_like(each) / 3
+    optimizer.step()
+    # One third in float32 is another number.
+    assert torch.equal(optimizer.state[param]["momentum_buffer"], torch.ones_like(param) / 3)
+
+
+def test_adamw_widens_one_parameter_at_a_time() -> None:
+    """Float32 copies of all embeddings and their gradients were a second model in memory."""
+    model = nn.ModuleList(nn.Embedding(1000, 64, dtype=torch.bfloat16) for _ in range(8))
+    config = MuonConfig(bfloat16_params="master")
+    optimizer = Muon(param_groups(model), config=config, allow_no_matrices=True)
+    for embedding in model:
+        embedding.weight.grad = torch.ones_like(embedding.weight)
+    optimizer.step()
+    in_float32 = 4 * sum(embedding.weight.numel() for embedding in model)
+    # All widened at once took thrice.
+    assert peak_bytes(optimizer.step) < 2 * in_float32
+
+
+@pytest.mark.parametrize(
+    ("until", "interval"), [(1200, 150), (100, 10), (8, 1), (5, 1), (18, 2), (90, 10)]
+)
+def test_observations_fit_the_horizon(until: int, interval: int) -> None:
+    config = AMOConfig(observe_until=until)
+    assert config.interval == config.to_dict()["observe_every"] == interval
+    with pytest.raises(ValueError, match=rf"observe_every: found 7, .* {until}"):
+        AMOConfig(observe_until=until, observe_every=7)
+
+
+# ---------------------------------------------------------------- patterns to paste
+
+
+def patterns_of(call: Callable[[], object]) -> dict[str, Any]:
+    """The patterns that an error has to paste."""
+    with pytest.raises(ValueError, match=r"found .* matri") as error:
+        call()
+    text = str(error.value)
+    text = text[text.index("from amo_dist") :]
+    variables: dict[str, Any] = {}
+    exec(text[: text.index("\n}") + 2], variables)
+    patterns: dict[str, Any] = variables["patterns"]
+    return patterns
+
+
+def test_fused_queries_keys_and_values_are_suggested_as_such() -> None:
+    shapes = {"blocks.0.qkv.weight": (96, 32), "blocks.0.to_qkv.weight": (48, 32)}
+    model = models.plain_model(shapes | {"blocks.0.proj.weight": (32, 32)})
+    pasted = patterns_of(lambda: param_groups(model))
+    third, grouped = (
+        Fused((("attn_q", 32), ("attn_k", size), ("attn_v", size))) for size in (32, 8)
+    )
+    assert [*pasted.values()] == [third, grouped, "blocks_proj"]
+    types = Muon(param_groups(model, patterns=pasted)).operator_types
+    assert types[:3] == ("attn_q", "attn_k", "attn_v")
+
+
+@pytest.mark.parametrize(
+    ("model", "types"),
+    [
+        (nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)), {"matrix"}),
+        (nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3)), {"matrix"}),
+        (
+            nn.ModuleDict(
+                {"rnn": nn.LSTM(8, 8), "embed": nn.Embedding(9, 8), "head": nn.Linear(8, 9)}
+            ),
+            {"rnn_weight_ih_l0", "rnn_weight_hh_l0"},
+        ),
+    ],
+    ids=["mlp", "convolutions", "lstm"],
+)
+def test_a_model_without_blocks_gets_patterns_to_paste(model: nn.Module, types: set[str]) -> None:
+    pasted = patterns_of(lambda: Muon(param_groups(model)))
+    assert set(Muon(param_groups(model, patterns=pasted)).operator_types) == types
