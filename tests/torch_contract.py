@@ -197,15 +197,6 @@ def steps_of_older_files_are_numbers(cls: type[Muon], kwargs: dict[str, Any]) ->
     train(optimizer, loss, 1)
 
 
-def a_copy_has_all_attributes(cls: type[Muon], kwargs: dict[str, Any]) -> None:
-    params, loss = problem()
-    optimizer = build(cls, params, **kwargs)
-    train(optimizer, loss)
-    twin = copy.deepcopy(optimizer)
-    public = [name for name in vars(optimizer) if not name.startswith("_")]
-    assert public == [name for name in vars(twin) if not name.startswith("_")]
-
-
 def zero_gradients_change_nothing(cls: type[Muon], kwargs: dict[str, Any]) -> None:
     params, _ = problem()
     optimizer = build(cls, params, **{**kwargs, "weight_decay": 0.0})
@@ -215,17 +206,6 @@ def zero_gradients_change_nothing(cls: type[Muon], kwargs: dict[str, Any]) -> No
     for _ in range(3):
         optimizer.step()
     assert same(params, before)
-
-
-def a_step_without_gradients_changes_nothing(cls: type[Muon], kwargs: dict[str, Any]) -> None:
-    params, _ = problem()
-    optimizer = build(cls, params, **kwargs)
-    before = [param.detach().clone() for param in params]
-    saved = repr(optimizer.state_dict()["state"])
-    optimizer.step()
-    assert same(params, before)
-    assert repr(optimizer.state_dict()["state"]) == saved
-    assert optimizer.num_steps_taken == 0
 
 
 def parameters_without_elements(cls: type[Muon], kwargs: dict[str, Any]) -> None:
@@ -248,16 +228,6 @@ def a_rate_may_be_a_tensor(cls: type[Muon], kwargs: dict[str, Any]) -> None:
     assert all(torch.allclose(*pair, rtol=1e-5, atol=1e-6) for pair in zip(*results, strict=True))
 
 
-def two_groups_have_rates_of_their_own(cls: type[Muon], kwargs: dict[str, Any]) -> None:
-    params, loss = problem()
-    optimizer = build(cls, params, **kwargs)
-    optimizer.param_groups[-1]["lr"] = 0.0
-    before = [param.detach().clone() for param in params]
-    train(optimizer, loss)
-    assert not torch.equal(params[0], before[0])
-    assert torch.equal(params[1], before[1])
-
-
 # ---------------------------------------------------------------- cases of their own
 
 
@@ -278,11 +248,16 @@ def hooks_of_steps_run(cls: type[Muon]) -> None:
 def hooks_of_state_dicts_run(cls: type[Muon]) -> None:
     optimizer = build(cls, problem()[0])
     calls: list[str] = []
-    optimizer.register_state_dict_pre_hook(lambda own: calls.append("first"))
+
+    def note(own: Any) -> None:
+        calls.append("first")
+        own.state["test"] = 1  # as PyTorch's own test does
+
+    optimizer.register_state_dict_pre_hook(note)
     optimizer.register_state_dict_pre_hook(lambda own: calls.append("zeroth"), prepend=True)
     optimizer.register_state_dict_post_hook(lambda own, state: {**state, "extra": 1})
     state = optimizer.state_dict()
-    assert state["extra"] == 1
+    assert (state["extra"], state["state"]["test"]) == (1, 1)
     assert calls == ["zeroth", "first"]
 
 
@@ -312,25 +287,6 @@ def the_profiler_sees_step_and_zero_grad(cls: type[Muon]) -> None:
     names = {event.name for event in profile.events() or ()}
     assert f"Optimizer.step#{cls.__name__}.step" in names
     assert f"Optimizer.zero_grad#{cls.__name__}.zero_grad" in names
-
-
-def a_closure_gives_the_loss(cls: type[Muon]) -> None:
-    params, loss = problem()
-    optimizer = build(cls, params)
-    assert float(optimizer.step(lambda: loss())) == float(  # type: ignore[arg-type]
-        problem()[1]()
-    )
-
-
-def old_files_lack_new_options(cls: type[Muon]) -> None:
-    params, loss = problem()
-    optimizer = build(cls, params)
-    train(optimizer, loss)
-    saved = copy.deepcopy(optimizer.state_dict())
-    for group in saved["param_groups"]:
-        group.pop("lr_multiplier", None)
-    optimizer.load_state_dict(saved)
-    train(optimizer, loss, 1)
 
 
 def files_with_names_load_by_name(cls: type[Muon]) -> None:
@@ -363,33 +319,17 @@ PER_INPUT = (
     a_loaded_state_goes_on_alike,
     a_saved_file_is_plain_data,
     steps_of_older_files_are_numbers,
-    a_copy_has_all_attributes,
     zero_gradients_change_nothing,
-    a_step_without_gradients_changes_nothing,
     parameters_without_elements,
     a_rate_may_be_a_tensor,
-    two_groups_have_rates_of_their_own,
 )
 PER_CLASS = (
     hooks_of_steps_run,
     hooks_of_state_dicts_run,
     hooks_of_loads_run,
     the_profiler_sees_step_and_zero_grad,
-    a_closure_gives_the_loss,
-    old_files_lack_new_options,
     files_with_names_load_by_name,
 )
-NOT_ASKED = {
-    "complex parameters": "refused at construction",
-    "sparse gradients": "refused: a matrix is orthogonalized whole",
-    "foreach, fused and differentiable alike": "no such options",
-    "several devices": "one device per optimizer; needs a GPU",
-    "memory on a GPU": "needs a GPU",
-    "a loaded state moves to a GPU": "needs a GPU",
-    "add_param_group": "refused: the groups of all ranks are fixed at construction",
-    "torch.compile of the step": "tests/unit/test_torch_contract.py compiles a training step",
-}
-"""What PyTorch's suite asks beside, with the reason why it is not asked here."""
 
 
 def refuse(cls: type[Muon], mistake: Any) -> None:
@@ -465,8 +405,6 @@ def main() -> None:
         print(name, len(results), counts)
     for reason in sorted({reason for *_, result, reason in records if result == "skipped"}):
         print("skipped", sum(reason == own for *_, own in records), reason)
-    for subject, reason in NOT_ASKED.items():
-        print(f"not asked: {subject}: {reason}")
     for record in records:
         if record[2] == "failed":
             print(*record)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import json
 import logging
@@ -525,8 +526,9 @@ class Muon(torch.optim.Optimizer):
         state = super().state_dict()
         for group in state["param_groups"]:
             group["control"] = text
-        # A caller who edits what is returned must not edit the optimizer's own dictionaries.
-        state["state"] = {key: dict(own) for key, own in state["state"].items()}
+        # A caller who edits what is returned must not edit the optimizer's own dictionaries. A hook
+        # may have put other values beside them.
+        state["state"] = {key: copy.copy(own) for key, own in state["state"].items()}
         state["param_names"] = [list(names) for names in self._structure.names]
         return state
 
