@@ -5,16 +5,30 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import random
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torchtitan_ext.runs.costs import Records
-from torchtitan_ext.tools.report import data, page, style
+from torchtitan_ext.tools.report import data
 from torchtitan_ext.tools.report import figures as report
 from torchtitan_ext.tools.report.data import Run
-from torchtitan_ext.tools.report.page import Picture, Section
+
+LAYERS = "cividis"
+"""Colour map of depth; even in grey."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Picture:
+    """A figure of the paper."""
+
+    name: str
+    """Name of the PNG file, without its suffix."""
+    figure: Any
+    caption: str
+
 
 DEPTH_TYPES = ("attn_q", "mlp_up")
 """Operator types whose depth the paper compares."""
@@ -42,9 +56,11 @@ def run(args: argparse.Namespace) -> int:
     tracked = data.load_one(args.run_folder)
     if not tracked.geometry:
         raise ValueError(f"{args.run_folder}: found no geometry.jsonl, expected a tracked run")
-    with style.applied():
+    args.output.mkdir(parents=True, exist_ok=True)
+    with report.style():
         pictures = list(draw(tracked))
-        page.save_pngs([Section("", pictures)], args.output)
+        for picture in pictures:
+            picture.figure.savefig(args.output / f"{picture.name}.png", dpi=200)
     for picture in pictures:
         print(f"{args.output / picture.name}.png  {picture.caption}")
     return 0
@@ -53,8 +69,8 @@ def run(args: argparse.Namespace) -> int:
 def draw(run: Run) -> Iterator[Picture]:
     """The figures that the log of a run has data for, with their captions."""
     drawn = [
-        ("f1", report.scatter(run), correlations(run)),
-        ("f2", report.type_medians(run), shares(run)),
+        ("f1", scatter(run), correlations(run)),
+        ("f2", report.geometry(run), shares(run)),
         ("f3_steps", layers_over_steps(run), "Condition numbers of layers over training."),
         ("f3_depth", profile_over_depth(run), "Condition numbers of layers over depth."),
     ]
@@ -76,7 +92,7 @@ def correlations(run: Run) -> str:
     texts = []
     for phase, first, last in [("all", 0, math.inf), *run.spans("phase")]:
         records = [record for record in run.geometry if first <= record["step"] <= last]
-        r = pearson([(x, y) for x, y, _ in data.conditioning(records)])
+        r = pearson([(x, y) for x, y, _ in conditioning(records)])
         texts += [] if r is None else [f"{phase} r = {r:.3f}"]
     return f"{', '.join(texts) or 'no r'} (the paper finds 0.67 to 0.91 over its eight models)."
 
@@ -179,20 +195,52 @@ def first_crossing(
     return None
 
 
+def conditioning(records: Records) -> list[tuple[float, float, int]]:
+    """``(log10 kappa, normalised residual, layer)`` of each record that has all three."""
+    return [
+        (math.log10(record["kappa"]), record["ns_residual"], record["layer"])
+        for record in records
+        if all(record.get(key) is not None for key in ("kappa", "ns_residual", "layer"))
+    ]
+
+
+def scatter(run: Run) -> Any:
+    """F1: condition number of the input against the residual of the result, by depth."""
+    points = conditioning(run.geometry)
+    if len(points) < 3:
+        return None
+    figure, axes = report.new(3.5)
+    random.Random(0).shuffle(points)  # so that no layer covers all others
+    xs, ys, layers = zip(*points, strict=True)
+    dots = axes.scatter([10**x for x in xs], ys, c=layers, cmap=LAYERS, s=13, alpha=0.75)
+    residual = r"residual $\|M'M'^{\top}-I\|_F\,/\,\sqrt{\min(m,n)}$"
+    axes.set(xscale="log", xlabel=f"{report.KAPPA} of momentum", ylabel=residual)
+    axes.set_ylim(bottom=0)
+    figure.colorbar(dots, ax=axes, label="layer", ticks=_few(sorted({*layers}), 8))
+    return figure
+
+
+def _few(values: Sequence[int], count: int) -> list[int]:
+    """At most ``count`` of sorted values, evenly spread, both ends among them."""
+    if len(values) <= count:
+        return list(values)
+    return [values[round(i * (len(values) - 1) / (count - 1))] for i in range(count)]
+
+
 def layers_over_steps(run: Run) -> Any:
     """F3: medians of layers over time."""
     by_layer = data.medians(run.geometry, layer)
     if len(by_layer) < 2:
         return None
-    figure, axes = report._new(3.5)
+    figure, axes = report.new(3.5)
     layers = sorted(by_layer)
-    colors = _map(style.LAYERS)
-    for number in report._few(layers, 6):
+    colors = _map(LAYERS)
+    for number in _few(layers, 6):
         place = layers.index(number) / max(len(layers) - 1, 1)
         line = {"color": colors(place * 0.92), "label": f"layer {number}"}
-        axes.plot(*report._columns(by_layer[number]), **line)
-    report._over_steps(axes, [run], ylabel=f"median {report.KAPPA}", yscale="log")
-    report._legend(figure, axes, columns=3)
+        axes.plot(*report.columns(by_layer[number]), **line)
+    report.over_steps(axes, [run], ylabel=f"median {report.KAPPA}", yscale="log")
+    report.legend(figure, axes, columns=3)
     return figure
 
 
@@ -201,8 +249,8 @@ def profile_over_depth(run: Run) -> Any:
     by_layer = data.medians(run.geometry, layer)
     if len(by_layer) < 2:
         return None
-    figure, axes = report._new(3.5)
-    snapshots = report._few(sorted({step for series in by_layer.values() for step, _ in series}), 5)
+    figure, axes = report.new(3.5)
+    snapshots = _few(sorted({step for series in by_layer.values() for step, _ in series}), 5)
     colors = _map("viridis_r")
     for index, (step, marker) in enumerate(zip(snapshots, "osD^v", strict=False)):
         profile = [
@@ -212,10 +260,10 @@ def profile_over_depth(run: Run) -> Any:
         ]
         tone = colors(0.1 + 0.9 * index / max(len(snapshots) - 1, 1))
         options = {"color": tone, "marker": marker, "markersize": 4.5}
-        axes.plot(*report._columns(profile), **options, label=f"step {step}")
+        axes.plot(*report.columns(profile), **options, label=f"step {step}")
     axes.set(xlabel="layer", ylabel=f"median {report.KAPPA}", yscale="log")
-    report._whole(axes)
-    report._legend(figure, axes, columns=3)
+    report.whole(axes)
+    report.legend(figure, axes, columns=3)
     return figure
 
 
@@ -230,16 +278,16 @@ def shallow_and_deep(run: Run, operator_type: str) -> Any:
     groups = shallow_deep(run.geometry, operator_type)
     if groups is None or not groups.shallow:
         return None
-    figure, axes = report._new()
+    figure, axes = report.new()
     size = "layer" if groups.num_layers == 1 else f"{groups.num_layers} layers"
     for series, label, tone, dashes, marker in (
-        (groups.shallow, f"first {size}", style.SHALLOW, "-", "o"),
-        (groups.deep, f"last {size}", style.DEEP, (0, (5, 2)), "s"),
+        (groups.shallow, f"first {size}", report.COLORS[0], "-", "o"),
+        (groups.deep, f"last {size}", report.COLORS[1], (0, (5, 2)), "s"),
     ):
         options = {"color": tone, "linestyle": dashes, "marker": marker, "markersize": 3.6}
-        axes.plot(*report._columns(series), **options, label=label)
+        axes.plot(*report.columns(series), **options, label=label)
     if groups.crossing is not None:
         axes.axvline(groups.crossing, color="#444444", lw=1, ls=":")
-    report._over_steps(axes, [run], ylabel=f"median {report.KAPPA}", yscale="log")
-    report._legend(figure, axes)
+    report.over_steps(axes, [run], ylabel=f"median {report.KAPPA}", yscale="log")
+    report.legend(figure, axes)
     return figure

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 import os
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -108,90 +107,31 @@ def load_one(folder: Path, label: str | None = None) -> Run:
         raise ValueError(
             f"{folder}: found no {METRICS_FILE} with a record, expected the dump folder of a run"
         )
+    geometry = read_records(folder / GEOMETRY_FILE)
+    kinds: dict[str, Any] = {"step": int, "operator_type": str, "layer": (int, type(None))}
+    kinds |= {"kappa": NUMBER, "ns_residual": NUMBER, "update_norm": NUMBER}
+    for number, record in enumerate(geometry, start=1):
+        check_fields(f"{folder / GEOMETRY_FILE}, line {number}", record, kinds)
     return Run(
         label=label or Path(os.path.realpath(folder)).name,
         metrics=metrics.steps,
         validations=metrics.validations,
         plan=read_plan(folder),
-        geometry=_geometry(folder / GEOMETRY_FILE),
+        geometry=geometry,
         config=read_config(folder) or {},
     )
 
 
-def _geometry(path: Path) -> Records:
-    """The geometry log of a run; empty if tracking was off."""
-    records = read_records(path)
-    kinds: dict[str, Any] = {"step": int, "operator_type": str, "layer": (int, type(None))}
-    kinds |= {"kappa": NUMBER, "ns_residual": NUMBER, "update_norm": NUMBER}
-    for index, record in enumerate(records, start=1):
-        check_fields(f"{path}, line {index}", record, kinds)
-    return records
-
-
-# ---------------------------------------------------------------- statistics
-
-
-def conditioning(records: Records) -> list[tuple[float, float, int]]:
-    """``(log10 kappa, normalised residual, layer)`` of each record that has all three."""
-    return [
-        (math.log10(record["kappa"]), record["ns_residual"], record["layer"])
-        for record in records
-        if all(record.get(key) is not None for key in ("kappa", "ns_residual", "layer"))
-    ]
-
-
 def medians(
-    records: Records, key: Callable[[Mapping[str, Any]], Any], name: str = "kappa"
+    records: Records, key: Callable[[Mapping[str, Any]], Any]
 ) -> dict[Any, list[tuple[int, float]]]:
-    """``(step, median over the step's records)`` of a figure, by a key of the records."""
+    """``(step, median of kappa over the step's records)``, by a key of the records."""
     values: dict[Any, dict[int, list[float]]] = {}
     for record in records:
         group = key(record)
-        if record.get(name) is not None and group is not None:
-            values.setdefault(group, {}).setdefault(record["step"], []).append(record[name])
+        if record.get("kappa") is not None and group is not None:
+            values.setdefault(group, {}).setdefault(record["step"], []).append(record["kappa"])
     return {
         group: [(step, statistics.median(figures)) for step, figures in sorted(by_step.items())]
         for group, by_step in values.items()
     }
-
-
-def operator_type(record: Mapping[str, Any]) -> Any:
-    """Operator type of a record of the geometry log."""
-    return record["operator_type"]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Work:
-    """Newton-Schulz work relative to the uniform schedule."""
-
-    steps: list[int]
-    """Last step of each stretch of one schedule."""
-    ratio: list[float]
-    """Work in each stretch, divided by that of the uniform schedule."""
-    mean: float
-    """Mean ratio over the steps of the run."""
-    unit: str
-    """``flops``, or ``steps`` without a plan that knows its matrices."""
-
-
-def ns_work(run: Run) -> Work | None:
-    """Work of a run's Newton-Schulz steps, relative to ``base_steps`` for every type."""
-    spans = run.spans("num_steps_by_type")
-    if not spans:
-        return None
-    base = 5 if run.plan is None else run.plan.base_steps
-    flops: dict[str, float] = {}
-    if run.plan is not None and run.plan.costs is not None:
-        flops = dict(zip(run.plan.operator_types, map(float, run.plan.costs), strict=True))
-    # Schedules of a run can have other groups than its plan.
-    is_known = {name for counts, _, _ in spans for name in counts} <= flops.keys()
-    ratio = []
-    for counts, _, _ in spans:
-        weight = {name: flops[name] if is_known else 1.0 for name in counts}
-        work = sum(counts[name] * weight[name] for name in counts)
-        ratio.append(work / (base * sum(weight.values())))
-    lengths = [last - first + 1 for _, first, last in spans]
-    mean = costs.mean(zip(lengths, ratio, strict=True))
-    assert mean is not None
-    unit = "flops" if is_known else "steps"
-    return Work([last for _, _, last in spans], ratio, mean, unit)
