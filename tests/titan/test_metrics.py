@@ -10,12 +10,6 @@ from typing import Any
 
 import pytest
 
-from amo_dist.config import AMOConfig
-from amo_dist.schedule.amo import AMOPolicy
-from amo_dist.schedule.observation import Observed
-from amo_dist.schedule.plan import Plan
-from amo_dist.schedule.types import MatrixInfo
-from tests.held import Held
 from torchtitan_ext.config import settings
 from torchtitan_ext.plugin import console, metrics, patches, validation
 from torchtitan_ext.runs import run_files, run_log
@@ -247,22 +241,19 @@ def test_a_subclass_of_the_processor_is_built_as_itself(section: Any) -> None:
     assert type(section.build()) is OwnMetrics
 
 
-def test_a_resumed_run_shows_its_plan_at_once_and_a_new_one_leaves_it_to_the_policy(
-    processor: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_resumed_run_shows_its_plan_and_a_new_plan_is_written_with_the_next_log(
+    processor: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: Any
 ) -> None:
-    matrix = MatrixInfo("q", (8, 8), "attn_q")
-    policy = Held(AMOPolicy(AMOConfig(observe_until=1, observe_every=1)), [matrix])
-    nothing = [0.0] * len(policy.trials())
-    policy.record(1, {"q": Observed(0.5, nothing, nothing)})
-    policy.adopt_plan(policy.make_plan())
-    assert policy.plan is not None
-    processor._optimizers = SimpleNamespace(optimizer=SimpleNamespace(plan=policy.plan))
+    plan = SimpleNamespace(to_json=lambda: "{}")
+    processor._optimizers = SimpleNamespace(optimizer=SimpleNamespace(plan=plan))
     with caplog.at_level(logging.INFO, logger="torchtitan_ext.progress"):
         processor.should_log(11)
         processor.should_log(12)
     shown = [record.getMessage() for record in caplog.records if record.name.endswith("progress")]
-    assert shown == [
-        "training resumes at step 11 of 99",
-        f"the plan of the checkpoint:\n{policy.plan!s}",
-    ]
-    assert Plan.from_json((tmp_path / "plan.json").read_text()) == policy.plan
+    assert shown == ["training resumes at step 11 of 99", f"the plan of the checkpoint:\n{plan}"]
+    assert (tmp_path / "plan.json").read_text() == "{}\n"
+    report = run_log.Report(plan="[]")
+    monkeypatch.setattr(run_log, "report", lambda _: report)
+    processor.now += 1.0
+    log(processor, 12)
+    assert (tmp_path / "plan.json").read_text() == "[]\n"
