@@ -78,12 +78,6 @@ def max_over(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return values
 
 
-def slowest(seconds: float, group: dist.ProcessGroup | None) -> float:
-    """Seconds of the slowest rank of the group, to a nanosecond; a collective over it."""
-    nanoseconds = torch.tensor([round(seconds * 1e9)], device=control_device(group))
-    return float(max_over(nanoseconds, group).item()) / 1e9
-
-
 def broadcast_text(text: str, group: dist.ProcessGroup | None, source: int = 0) -> str:
     """The text of the rank ``source`` of the group; it travels as a tensor and not as a pickle."""
     if group is None:
@@ -431,11 +425,6 @@ def _timeout() -> datetime.timedelta | None:
     """Time-out of the job's group. A new group would get PyTorch's default, up to half an hour."""
     assert dist.group.WORLD is not None
     return group_timeout(dist.group.WORLD, control_device(dist.group.WORLD))
-
-
-def world_group() -> dist.ProcessGroup | None:
-    """The default process group, or None where there is one process or none was initialised."""
-    return dist.group.WORLD if _num_ranks() > 1 else None
 
 
 def _is_distributed() -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from amo_dist import AMO, ROOT, AdaMuon, AMOConfig, Muon, MuonConfig, NorMuon, param_groups
+from tests import runs
 from tests.distributed import models
 from tests.simulated_device import Device, simulated_device
 
@@ -136,139 +136,90 @@ def test_new_memory_holds_no_useful_number() -> None:
 
 # ---------------------------------------------------------------- the optimizers
 
-GUARD, TRACKER = 4, 6
-FIELDS: dict[str, Any] = {"bucket_bytes": 256, "ns_dtype": "float32"}
-ADAPTIVE = FIELDS | {
-    "observe_until": 4,
-    "observe_every": 2,
-    "sample_size": 2,
-    "transition_steps": 3,
-    "ns_guard_every": GUARD,
-}
 QUIET = {10, 11, 14, 15}
 """Locked steps, after those that may follow a measurement."""
-STEPS = 15
-
-
-@dataclasses.dataclass
-class Run:
-    """What a run leaves, on the CPU."""
-
-    params: dict[str, Tensor]
-    momenta: dict[str, Tensor]
-    phases: list[str]
-    allocation: object
 
 
 def train(
-    cls: type[Muon],
-    config: MuonConfig,
-    dtype: torch.dtype = torch.float32,
-    device: Device | None = None,
-) -> Run:
-    """A run, on the CPU where no device is given; on a device a quiet step waits for nothing."""
-    shapes, place = models.shapes().items(), "cpu" if device is None else "cuda"
+    kind: type[Muon], dtype: torch.dtype, device: Device | None, **fields: Any
+) -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:
+    """Parameters, momenta and phases; on a device a quiet step waits for nothing."""
+    place, guard = "cpu" if device is None else "cuda", 4 if kind is AMO else 0
+    fields = {"bucket_bytes": 256, "ns_dtype": "float32", "ns_guard_every": guard, **fields}
+    shapes = models.shapes().items()
     model = models.build({n: models.initial(n, shape).to(place, dtype) for n, shape in shapes})
-    optimizer = cls(param_groups(model), lr=1e-2, config=config)
+    config = AMOConfig(**runs.PHASES, **fields) if kind is AMO else MuonConfig(**fields)
+    optimizer = kind(param_groups(model), lr=1e-2, config=config)
     phases = []
-    for step in range(1, STEPS + 1):
-        models.set_gradients(model, 1, step)
+    for step in range(1, 16):
         for group in optimizer.param_groups:
             group["lr"] = 1e-2 / step  # a rate that changes costs no wait
+        models.set_gradients(model, 1, step)
         if device is not None:
             device.clear()
         optimizer.step()
         phases.append(optimizer.phase)
-        if device is not None and step in QUIET:
-            assert (step, device.waits) == (step, {})
-    named = optimizer.params_by_name.items()
-    return Run(
-        {name: param.detach().cpu() for name, param in named},
-        {
-            name: optimizer.state[param]["momentum_buffer"].cpu()
-            for name, param in named
-            if "momentum_buffer" in optimizer.state[param]
-        },
-        phases,
-        optimizer.control_state_dict()["policy"].get("plan", {}).get("allocation"),
-    )
-
-
-CASES: list[Any] = [
-    pytest.param(AMO, AMOConfig(**ADAPTIVE), torch.float32, id="AMO"),
-    *(
-        pytest.param(AMO, AMOConfig(**ADAPTIVE, bfloat16_params=how), torch.bfloat16, id=how)
-        for how in ("nearest", "master")
-    ),
-    *(
-        pytest.param(cls, MuonConfig(**FIELDS, ns_guard_every=0), torch.float32, id=cls.__name__)
-        for cls in (Muon, NorMuon, AdaMuon, ROOT)
-    ),
-]
+        assert device is None or step not in QUIET or (step, device.waits) == (step, {})
+    states = {name: optimizer.state[param] for name, param in model.named_parameters()}
+    is_matrix = {name: "momentum_buffer" in own for name, own in states.items()}
+    momenta = {n: own["momentum_buffer"].cpu() for n, own in states.items() if is_matrix[n]}
+    return {name: x.cpu() for name, x in runs.weights(model).items()}, momenta, phases
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("cls", "config", "dtype"), CASES)
-def test_an_optimizer_trains_as_on_the_cpu(
-    cls: type[Muon], config: MuonConfig, dtype: torch.dtype
-) -> None:
-    expected = train(cls, config, dtype)
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        (AMO, {}),
+        (AMO, {"bfloat16_params": "nearest"}),
+        (AMO, {"bfloat16_params": "master"}),
+        *((Muon, {}), (NorMuon, {}), (AdaMuon, {}), (ROOT, {})),
+    ],
+)
+def test_an_optimizer_trains_as_on_the_cpu(kind: type[Muon], fields: dict[str, str]) -> None:
+    dtype = torch.bfloat16 if fields else torch.float32
+    weights, momenta, phases = train(kind, dtype, None, **fields)
     with simulated_device() as device:
-        found = train(cls, config, dtype, device)
-    assert found.phases == expected.phases
-    phases = {"observation", "transition", "locked"} if cls is AMO else {"uniform"}
-    assert {*found.phases} == phases
-    assert found.allocation == expected.allocation
-    # Elementwise: to the bit.
-    assert found.momenta.keys() == expected.momenta.keys() != set()
-    for name, momentum in found.momenta.items():
-        assert torch.equal(momentum, expected.momenta[name]), name
-    for name, param in found.params.items():
+        others, other_momenta, other_phases = train(kind, dtype, device, **fields)
+    assert other_phases == phases
+    expected = {"observation", "transition", "locked"} if kind is AMO else {"uniform"}
+    assert set(phases) == expected
+    assert momenta  # elementwise: to the bit
+    assert runs.equal(momenta, other_momenta)
+    for name, param in others.items():
         # Products in other batches, and AdamW fused: a rounding of float32 at each of 15 steps of
         # 1e-2 at most. In bfloat16 AdamW on the CPU rounds what it has in between, too: two
         # neighbours of a number near 0.25, whose spacing is 1e-3.
         rtol, atol = (2**-7, 2e-3) if dtype == torch.bfloat16 else (1e-5, 1e-6)
-        torch.testing.assert_close(param, expected.params[name], rtol=rtol, atol=atol)
+        torch.testing.assert_close(param, weights[name], rtol=rtol, atol=atol)
 
 
-@pytest.mark.parametrize("cls", [Muon, NorMuon, AdaMuon, ROOT])
-def test_a_bad_gradient_is_left_out_without_a_wait(
-    cls: type[Muon], caplog: pytest.LogCaptureFixture
-) -> None:
-    config = MuonConfig(**FIELDS, ns_guard_every=0, nonfinite="skip_step")
+def test_a_bad_gradient_is_left_out_without_a_wait(caplog: pytest.LogCaptureFixture) -> None:
     with simulated_device() as device:
-        model = models.plain_model(models.shapes(), "cuda")
-        optimizer = cls(param_groups(model), lr=1e-2, config=config)
-        for step in range(1, 7):
-            models.set_gradients(model, 1, step)
-            if step == 4:
-                grad = next(model.parameters()).grad
-                assert grad is not None
-                grad.view(-1)[0] = torch.nan
-            before = [param.detach().clone() for param in model.parameters()]
-            device.clear()
-            optimizer.step()
-            # The step that tells reads which gradient it was.
-            assert step not in (4, 6) or not device.waits
-            pairs = list(zip(before, model.parameters(), strict=True))
-            assert all(torch.equal(*pair) for pair in pairs) == (step == 4)
-            # Told one step late.
-            assert optimizer.metrics()["optimizer/steps_skipped"] == float(step > 4)
+        model, optimizer = runs.make("plain", Muon, device="cuda", nonfinite="skip_step")
+        before = runs.train(model, optimizer, 1, 3)
+        models.set_gradients(model, 1, 4)
+        model.get_parameter(runs.WQ).grad.fill_(torch.nan)  # type: ignore[union-attr]
+        device.clear()
+        optimizer.step()
+        assert not device.waits
+        assert runs.equal(runs.weights(model), before)
+        for step, skipped in ((5, 1.0), (6, 1.0)):  # one step late
+            assert optimizer.metrics()["optimizer/steps_skipped"] == skipped - (step == 5)
+            runs.train(model, optimizer, step, step)
     (record,) = (each for each in caplog.records if each.levelno == logging.WARNING)
     assert record.getMessage().startswith("step 4 skipped: ")
 
 
 def test_a_step_is_timed_on_the_stream_of_its_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     """The current device may be another one: no rank has to set it."""
+    streams: list[object] = []
     with simulated_device():
-        model = models.plain_model({"layers.0.attention.wq.weight": (6, 4)}, "cuda")
-        optimizer = Muon(param_groups(model))
-        models.set_gradients(model, 1, 1)
-        streams = list[object]()
+        model, optimizer = runs.make("plain", Muon, device="cuda")
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: device)
         monkeypatch.setattr(
-            torch.cuda.Event, "record", lambda self, stream=None: streams.append(stream)
+            torch.cuda.Event, "record", lambda _, stream=None: streams.append(stream)
         )
-        optimizer.step()
+        runs.train(model, optimizer, 1, 1)
     assert len(streams) >= 2
     assert all(stream == torch.device("cuda", 0) for stream in streams)
