@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 __version__ = "0.2.0"
 
@@ -38,6 +38,9 @@ BUDGET_RATIO = 1.0
 MOST_STEPS = 100
 """Most Newton-Schulz steps of a type; rounding dominates the error long before."""
 
+NESTEROV = "true, false or a number in [0, 10]"
+"""Values of ``nesterov``, for errors."""
+
 PRECONDITIONERS = ("frobenius", "aol")
 """Scalings of a matrix before the first step."""
 
@@ -56,6 +59,11 @@ def _require(condition: bool, field: str, value: object, expected: str) -> None:
 
 def _require_choice(field: str, value: object, choices: Sequence[str]) -> None:
     _require(value in choices, field, value, f"one of {', '.join(map(repr, choices))}")
+
+
+def _name_of(dtype: object) -> object:
+    """Name of a dtype of PyTorch; anything else as it is."""
+    return dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
 
 
 def _require_bool(field: str, value: object) -> None:
@@ -81,10 +89,12 @@ class MathConfig:
     momentum: float = 0.95
     """Decay of the momentum buffer B, which takes the gradient G: ``B = momentum * B + G``; in
     [0, 1)."""
-    nesterov: bool = True
-    """Whether to orthogonalize ``G + momentum * B`` instead of ``B``."""
-    ns_dtype: str = "bfloat16"
-    """Dtype of the Newton-Schulz iterates and products."""
+    nesterov: bool | float = True
+    """Matrix to orthogonalize: ``G + c * B`` for a number ``c`` in [0, 10], which true sets to
+    ``momentum``; ``B`` for false."""
+    ns_dtype: str = "auto"
+    """Dtype of the Newton-Schulz iterates and products, a name or PyTorch's own. ``auto``:
+    ``bfloat16``, or ``float32`` on CPUs, of which many compute bfloat16 slowly."""
     update_norm: str = "as_is"
     """Frobenius norm of the orthogonalized matrix: ``as_is`` keeps the result of Newton-Schulz,
     which is smaller after fewer steps; ``exact`` scales it to the norm of an exact polar factor,
@@ -106,8 +116,10 @@ class MathConfig:
 
     def __post_init__(self) -> None:
         _require_real("momentum", self.momentum, "a number in [0, 1)", 0.0, math.nextafter(1, 0))
-        _require_bool("nesterov", self.nesterov)
-        _require_choice("ns_dtype", self.ns_dtype, _DTYPES)
+        if not isinstance(self.nesterov, bool):
+            _require_real("nesterov", self.nesterov, NESTEROV, 0.0, 10.0)
+        object.__setattr__(self, "ns_dtype", _name_of(self.ns_dtype))
+        _require_choice("ns_dtype", self.ns_dtype, ("auto", *_DTYPES))
         _require_choice("update_norm", self.update_norm, _UPDATE_NORMS)
         _require_choice("adjust_lr", self.adjust_lr, _ADJUST_LR)
         _require_bool("cautious_decay", self.cautious_decay)
@@ -125,9 +137,9 @@ class ExchangeConfig:
     """The travel of matrices between ranks, and how their work is run."""
 
     wire_dtype: str | None = None
-    """Dtype in which ranks send matrices: momentum to the owner, and results back. None:
-    ``ns_dtype``, or ``bfloat16`` if ``ns_dtype`` is ``float16``, because momentum can overflow
-    float16."""
+    """Dtype in which ranks send matrices: momentum to the owner, and results back; a name or
+    PyTorch's own. None: ``ns_dtype``, or ``bfloat16`` if ``ns_dtype`` is ``float16``, because
+    momentum can overflow float16."""
     ownership: str = "round_robin"
     """Assignment of matrices to owner ranks: ``round_robin``, or ``balanced``, which gives the
     matrix of most flops first to the rank with the least work."""
@@ -142,6 +154,7 @@ class ExchangeConfig:
 
     def __post_init__(self) -> None:
         if self.wire_dtype is not None:
+            object.__setattr__(self, "wire_dtype", _name_of(self.wire_dtype))
             _require_choice("wire_dtype", self.wire_dtype, _WIRE_DTYPES)
         _require_choice("ownership", self.ownership, ("round_robin", "balanced"))
         _require_int("bucket_bytes", self.bucket_bytes, 1)
@@ -171,6 +184,9 @@ class GuardConfig:
         )
 
 
+_Config = TypeVar("_Config", bound="MuonConfig")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MuonConfig(GuardConfig, ExchangeConfig, MathConfig):
     """Settings of every optimizer of the Muon family: mathematics, exchange and guards.
@@ -192,14 +208,16 @@ class MuonConfig(GuardConfig, ExchangeConfig, MathConfig):
             f"no wider than float32 with ns_dtype = {self.ns_dtype!r}",
         )
 
-    @property
-    def wire(self) -> str:
-        """``wire_dtype``, or its default."""
-        default = "bfloat16" if self.ns_dtype == "float16" else self.ns_dtype
-        return self.wire_dtype or default
+    def on_device(self: _Config, device: str) -> _Config:
+        """Settings with the dtypes in force on a kind of device, in place of ``auto`` and None."""
+        ns_dtype = self.ns_dtype
+        if ns_dtype == "auto":
+            ns_dtype = "float32" if device == "cpu" else "bfloat16"
+        wire_dtype = self.wire_dtype or ("bfloat16" if ns_dtype == "float16" else ns_dtype)
+        return dataclasses.replace(self, ns_dtype=ns_dtype, wire_dtype=wire_dtype)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON values, with the value in force of a field that is None."""
+        """Return the fields as JSON values."""
         return dataclasses.asdict(self)
 
 

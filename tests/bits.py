@@ -293,9 +293,9 @@ def make_optimizer(run: Run, model: nn.Module) -> Muon:
     ranks = {"process_group": dist.group.WORLD} if run.layout == "ddp" else {}
     if run.optimizer == "amo":
         kind = AMOConfig if "planner" in run.fields else AMOConfig.paper
-        settings = kind(**run.fields)
+        settings = kind(**{"ns_dtype": "bfloat16", **run.fields})
         return AMO(groups, 1e-2, 0.1, config=settings, **ranks)
-    config = MuonConfig(**run.fields)
+    config = MuonConfig(**{"ns_dtype": "bfloat16", **run.fields})
     if run.optimizer in ("adamuon", "root"):
         kind = AdaMuon if run.optimizer == "adamuon" else ROOT
         return kind(groups, 1e-2, 0.1, config=config, **ranks)

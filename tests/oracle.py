@@ -43,7 +43,7 @@ class Oracle:
     ) -> None:
         self.params = dict(params)
         self.types = dict(types)
-        self.config = config
+        self.config = config.on_device("cpu")
         self.lr, self.weight_decay = lr, weight_decay
         self.fixed = coefficients
         self.schedules = dict(schedules or {})  # of each matrix, where they are fixed
@@ -81,7 +81,7 @@ class Oracle:
             if name in sample:
                 sampled[name] = momentum
             dtype, wire = (
-                getattr(torch, name) for name in (self.config.ns_dtype, self.config.wire)
+                getattr(torch, name) for name in (self.config.ns_dtype, str(self.config.wire_dtype))
             )
             norm_scale = 1.0 if self.fixed else SAFETY
             schedule = self.schedules.get(name) or Schedule(schedules[operator_type], norm_scale)
@@ -119,9 +119,11 @@ class Oracle:
         buffer = self.buffers[name]
         wide = torch.float64 if buffer.dtype == torch.float64 else torch.float32
         buffer.copy_(buffer.to(wide) * self.config.momentum + grad.to(wide))  # rounded once
-        if not self.config.nesterov:
+        if self.config.nesterov is False:
             return buffer
-        return buffer.to(wide) * self.config.momentum + grad.to(wide)
+        nesterov = self.config.nesterov
+        coefficient = self.config.momentum if nesterov is True else nesterov
+        return buffer.to(wide) * coefficient + grad.to(wide)
 
     def _step_adamw(self, grads: Mapping[str, Tensor | None]) -> None:
         if self.adamw is None:

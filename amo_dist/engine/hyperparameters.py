@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from amo_dist.config import MathConfig
+from amo_dist.config import NESTEROV, MathConfig
 
 _KEYS = frozenset(
     {
@@ -112,8 +112,8 @@ def check_hyperparameters(values: Mapping[str, Any], place: str = "") -> None:
     momentum, nesterov = values.get("momentum", 0.0), values.get("nesterov", True)
     if not is_below(momentum, 1.0):
         raise ValueError(f"{place}momentum: found {momentum!r}, expected a number in [0, 1)")
-    if not isinstance(nesterov, bool):
-        raise ValueError(f"{place}nesterov: found {nesterov!r}, expected True or False")
+    if not isinstance(nesterov, bool) and not is_below(nesterov, math.nextafter(10, 11)):
+        raise ValueError(f"{place}nesterov: found {nesterov!r}, expected {NESTEROV}")
 
 
 def is_below(value: object, end: float) -> bool:
@@ -142,7 +142,8 @@ def describe_group(group: Mapping[str, Any], own_keys: Iterable[str] = ()) -> st
     keys = ("lr_multiplier", "weight_decay", "eps", *own_keys, "momentum", "nesterov")
     for key in dict.fromkeys(keys):
         if key in group and key not in ("lr", "betas"):
-            words.append(f"{key} {float(group[key])}")
+            value = group[key]
+            words.append(f"{key} {value if isinstance(value, bool) else float(value)}")
     beta1, beta2 = group["betas"]
     words.append(f"betas {(float(beta1), float(beta2))}")
     return ", ".join(words)
@@ -155,7 +156,13 @@ def learning_rate(group: Mapping[str, Any]) -> float | Tensor:
     return float(rate) if is_on_cpu else rate
 
 
-def momentum_of(group: Mapping[str, Any], config: MathConfig) -> tuple[float, bool]:
-    """Momentum of a group, and whether it is Nesterov's; those of the settings by default."""
-    momentum = group.get("momentum", config.momentum)
-    return float(momentum), bool(group.get("nesterov", config.nesterov))
+def momentum_of(group: Mapping[str, Any], config: MathConfig) -> tuple[float, float | None]:
+    """Momentum of a group, and its coefficient of the buffer, None for the buffer alone.
+
+    They are those of the settings by default.
+    """
+    momentum = float(group.get("momentum", config.momentum))
+    nesterov = group.get("nesterov", config.nesterov)
+    if isinstance(nesterov, bool):
+        return momentum, momentum if nesterov else None
+    return momentum, float(nesterov)

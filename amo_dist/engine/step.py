@@ -118,7 +118,8 @@ class Step:
         number: Optimizer step, counted from 1.
         schedules: Schedule of each matrix of this process.
         params: This rank's part of each parameter.
-        momenta: Momentum of each group, and whether it is Nesterov's.
+        momenta: Momentum of each group, and the coefficient of the buffer in the matrix to
+            orthogonalize, ``G + c * B``; None for ``B`` alone.
         skip_mask: 0-dim boolean on the device: if true, nothing may change; None if the host knows
             that the step is good.
         results: Pieces whose results wait for the rule's `post`.
@@ -129,7 +130,7 @@ class Step:
     number: int
     schedules: Sequence[Schedule]
     params: Sequence[LocalParam]
-    momenta: Sequence[tuple[float, bool]]
+    momenta: Sequence[tuple[float, float | None]]
     skip_mask: Tensor | None
     results: list[tuple[Piece, Tensor]] = dataclasses.field(default_factory=list)
     outcomes: list[tuple[tuple[str, ...], Tensor]] = dataclasses.field(default_factory=list)
@@ -146,7 +147,7 @@ class Engine:
         groups: Parameter groups of the optimizer, read at every step.
         state: State of the optimizer, by parameter.
         rule: The optimizer's rule.
-        config: Mathematics and exchange.
+        config: Mathematics and exchange, with the dtypes in force.
         process_group: Process group of the user, for `Membership`.
 
     Raises:
@@ -174,7 +175,8 @@ class Engine:
         """Agreed structure of all ranks; None before `connect`."""
         self.ballots: Ballots | None = None
         self._dtype: torch.dtype = getattr(torch, config.ns_dtype)
-        self._wire: torch.dtype = getattr(torch, config.wire)
+        assert config.wire_dtype is not None
+        self._wire: torch.dtype = getattr(torch, config.wire_dtype)
         self._is_on_device = parameters.device.type != "cpu"
         self.device = device_of_matrices(parameters.tensors, parameters.device)
         """Device on which matrices are gathered and orthogonalized."""
@@ -378,14 +380,14 @@ class Engine:
                 else:
                     by_group[piece.local.param.group].append((piece, piece.local.grad, target))
             for group, rows in by_group.items():
-                momentum, is_nesterov = step.momenta[group]
+                _, coefficient = step.momenta[group]
                 momenta = [piece.momentum for piece, *_ in rows]
                 out = [target for *_, target in rows]
                 if self.rule.has_pre:  # before anything is rounded to travel
                     out = [torch.empty_like(x, dtype=wide_dtype(x.dtype)) for x in momenta]
-                if is_nesterov:
+                if coefficient is not None:
                     grads = [piece.region.view(grad) for piece, grad, _ in rows]
-                    nesterov(momenta, grads, momentum, out=out)
+                    nesterov(momenta, grads, coefficient, out=out)
                 else:
                     torch._foreach_copy_(out, momenta)
                 if self.rule.has_pre:

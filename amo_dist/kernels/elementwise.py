@@ -161,15 +161,15 @@ def update_momentum(
 def nesterov(
     buffers: Tensors,
     grads: Tensors,
-    momentum: float,
+    coefficient: float,
     out: Tensors | None = None,
 ) -> Tensors:
-    """``G + momentum * B`` in float32 (float64 for float64 buffers), rounded once into ``out``.
+    """``G + coefficient * B`` in float32 (float64 for float64 buffers), rounded once into ``out``.
 
     Args:
         buffers: Momentum buffers after ``update_momentum``; not modified.
         grads: Gradients of the same shapes, in any floating dtype; not modified.
-        momentum: Decay.
+        coefficient: Factor of the buffers; the momentum in Nesterov's own form.
         out: Places of the results, of the same shapes, in any floating dtype and strides; new
             tensors where None.
 
@@ -183,7 +183,7 @@ def nesterov(
         out = [torch.empty_like(buffer, dtype=wide_dtype(buffer.dtype)) for buffer in buffers]
     for dtype, (buffers_part, grads_part, out_part) in _parts(buffers, grads, out):
         added, wide = _widened(dtype, grads_part, buffers_part)
-        ahead = torch._foreach_mul(wide, momentum)
+        ahead = torch._foreach_mul(wide, coefficient)
         torch._foreach_add_(ahead, added)
         torch._foreach_copy_(out_part, ahead)
     return out

@@ -40,6 +40,7 @@ from amo_dist.engine.parameters import (
     split_groups,
 )
 from amo_dist.engine.rule import UpdateRule
+from amo_dist.engine.staging import device_of_matrices
 from amo_dist.engine.step import Engine
 from amo_dist.engine.world import World, agree_on_world
 from amo_dist.operators.patterns import format_patterns
@@ -150,9 +151,9 @@ class Muon(torch.optim.Optimizer):
         # PyTorch's schedulers that cycle a momentum take `betas` where there are any: AdamW's, and
         # not Muon's. Groups have `momentum` where they, or a scheduler, name it.
         del self.defaults["betas"]
-        self.defaults |= {"momentum": config.momentum, "nesterov": config.nesterov}
         self._structure, self._allow_no_matrices = structure, allow_no_matrices
         self._process_group, self._stopwatch = process_group, _Stopwatch()
+        self._dtypes = config.ns_dtype, config.wire_dtype
         self._assemble(Control(0, 0, config, policy, policy.start()))
         check_keys(self.param_groups, self.rule_class.defaults)
         self._check_groups(self.param_groups)
@@ -164,15 +165,18 @@ class Muon(torch.optim.Optimizer):
     def _assemble(self, control: Control, parameters: Parameters | None = None) -> None:
         """Make the engine and the controller, which go on from a control state."""
         parameters = parameters or lay_out(self.param_groups, self._structure)
+        device = device_of_matrices(parameters.tensors, parameters.device)
+        config = control.config.on_device(device.type)
+        self.defaults |= {"momentum": config.momentum, "nesterov": config.nesterov}
         self._engine = Engine(
             parameters,
             self.param_groups,
             self.state,
-            self.rule_class(control.config),
-            control.config,
+            self.rule_class(config),
+            config,
             self._process_group,
         )
-        self._controller = Controller(control)
+        self._controller = Controller(dataclasses.replace(control, config=config))
 
     def _check_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
         rule = self._engine.rule
@@ -322,7 +326,11 @@ class Muon(torch.optim.Optimizer):
                 "first, then load and step"
             )
         self.state.clear()
-        self._assemble(self._control())
+        control = self._control()
+        # The others may lie on another device, where other dtypes are in force.
+        ns_dtype, wire_dtype = self._dtypes
+        config = dataclasses.replace(control.config, ns_dtype=ns_dtype, wire_dtype=wire_dtype)
+        self._assemble(dataclasses.replace(control, config=config))
         check_float16_eps(self._engine.parameters, self.param_groups)
         self._engine.make_state()
 
@@ -572,7 +580,11 @@ class Muon(torch.optim.Optimizer):
         """The state to copy or pickle, as for any PyTorch optimizer without hooks."""
         self._adopt_swapped_parameters()
         group = PicklableGroup(self._process_group, self._engine.membership.ranks)
-        kept = {"_structure": self._structure, "_allow_no_matrices": self._allow_no_matrices}
+        kept = {
+            "_structure": self._structure,
+            "_dtypes": self._dtypes,
+            "_allow_no_matrices": self._allow_no_matrices,
+        }
         kept |= {"_is_built": True, "_process_group": group, "control": self._control()}
         return {**super().__getstate__(), **kept}
 

@@ -53,10 +53,13 @@ def count(
         for name, param in groups[0]["params"]
     ]
     if observes:
-        config = AMOConfig(observe_until=2, observe_every=1, sample_size=2, **fields)
+        phases = {"observe_until": 2, "observe_every": 1, "sample_size": 2}
+        config = AMOConfig(ns_dtype="bfloat16", **phases, **fields)
         optimizer: Muon = AMO(groups, config=config, process_group=group)
     else:
-        optimizer = Muon(groups, config=MuonConfig(**fields), process_group=group)
+        optimizer = Muon(
+            groups, config=MuonConfig(ns_dtype="bfloat16", **fields), process_group=group
+        )
     models.set_gradients(model, 1, 1)
     optimizer.step()
     controller = optimizer._controller

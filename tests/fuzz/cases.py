@@ -77,9 +77,9 @@ def draw(rng: random.Random) -> Case:
     layout = rng.choice(LAYOUTS[world_size])
     fields: dict[str, Any] = {
         "momentum": rng.choice((0.0, 0.5, 0.95)),
-        "nesterov": rng.random() < 0.5,
+        "nesterov": rng.choice((True, False, 0.0, 0.5, 2.0)),
         # As printed, the coefficients of CANS diverge in bfloat16.
-        "ns_dtype": "float32" if name == "Muon-CANS" else rng.choice(("float32", "bfloat16")),
+        "ns_dtype": "float32" if name == "Muon-CANS" else rng.choice(("auto", "bfloat16")),
         "wire_dtype": rng.choice((None, "float32", "bfloat16")),
         "ownership": rng.choice(("round_robin", "balanced")),
         "bucket_bytes": rng.choice((1, 256, 4096)),
@@ -251,7 +251,7 @@ def check(case: Case, run_on: Ranks) -> list[str]:
         f"{case.name}",
         f"{case.layout} on {case.world_size}",
         "with twin" if expected else "without twin",
-        f"wire {case.config.wire} of {case.config.ns_dtype}",
+        f"wire {case.config.wire_dtype} of {case.config.ns_dtype}",
         "by head" if case.head_dim and any(map(_has_heads, case.shapes)) else "whole",
     ]
 

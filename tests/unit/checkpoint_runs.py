@@ -43,7 +43,7 @@ BAD_RATES = [
     ("eps", -1.0, "-1.0"),
     ("momentum", 1.0, "1.0"),
     ("momentum", None, "None"),
-    ("nesterov", 1, "1"),
+    ("nesterov", 10.5, "10.5"),
 ]
 """A field of a parameter group, what no training can mean, and how the error tells it."""
 

@@ -79,7 +79,7 @@ def test_a_diverging_schedule_is_named(caplog: pytest.LogCaptureFixture) -> None
 
 def test_what_is_measured_is_the_update_that_was_applied() -> None:
     model = Model()
-    optimizer = Muon(param_groups(model), config=MuonConfig(ns_guard_every=1))
+    optimizer = Muon(param_groups(model), config=MuonConfig(ns_dtype="bfloat16", ns_guard_every=1))
     assert optimizer.metrics()["newton_schulz/residual"] == 0.0
     gradients(model, 1)
     momentum = model.get_parameter("layers.0.attention.wk.weight").grad

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from amo_dist import AdaMuon, Fused, Muon, MuonConfig, NorMuon, param_groups
 from amo_dist.kernels.elementwise import apply_update, update_scale
 from amo_dist.kernels.rounding import master_weight
+from tests import runs
 from tests.distributed import models
 from tests.simulated_device import simulated_device
 from tests.unit.checkpoint_runs import make as make_amo
@@ -221,20 +222,58 @@ def test_bad_values_are_refused(field: str, value: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ns_dtype", "wire_dtype", "wire"),
+    ("ns_dtype", "wire_dtype", "device", "in_force"),
     [
-        ("float32", None, "float32"),
-        ("float16", None, "bfloat16"),
-        ("bfloat16", "float32", "float32"),
-        ("bfloat16", "float64", None),
-        ("float32", "float16", None),
-        ("float8", None, None),
+        ("auto", None, "cpu", ("float32", "float32")),
+        ("auto", None, "cuda", ("bfloat16", "bfloat16")),
+        ("float16", None, "cuda", ("float16", "bfloat16")),
+        (torch.float32, torch.bfloat16, "cuda", ("float32", "bfloat16")),
     ],
 )
-def test_dtypes_on_the_wire(ns_dtype: str, wire_dtype: str | None, wire: str | None) -> None:
-    if wire is not None:
-        assert MuonConfig(ns_dtype=ns_dtype, wire_dtype=wire_dtype).wire == wire
-        return
-    field = "ns_dtype" if wire_dtype is None else "wire_dtype"
-    with pytest.raises(ValueError, match=f"{field}: found .*, expected"):
-        MuonConfig(ns_dtype=ns_dtype, wire_dtype=wire_dtype)
+def test_dtypes_in_force(
+    ns_dtype: Any, wire_dtype: Any, device: str, in_force: tuple[str, str]
+) -> None:
+    config = MuonConfig(ns_dtype=ns_dtype, wire_dtype=wire_dtype).on_device(device)
+    assert (config.ns_dtype, config.wire_dtype) == in_force
+
+
+def test_the_dtypes_in_force_are_saved() -> None:
+    """A resume that writes out what was in force changes nothing."""
+    model, optimizer = runs.make(kind=Muon)
+    runs.train(model, optimizer)
+    explicit = {"ns_dtype": "float32", "wire_dtype": torch.float32}
+    twin, other = runs.resume(model, optimizer, lambda: runs.make(kind=Muon, **explicit))
+    assert runs.equal(runs.train(model, optimizer, 4, 5), runs.train(twin, other, 4, 5))
+    with pytest.raises(ValueError, match="wire_dtype: the checkpoint has 'float32', this run has"):
+        runs.resume(model, optimizer, lambda: runs.make(kind=Muon, wire_dtype="bfloat16"))
+
+
+@pytest.mark.parametrize("nesterov", [0.0, 0.5, 10])
+def test_nesterov_may_have_a_coefficient_of_its_own(nesterov: float) -> None:
+    """``M = G + c * B``, of settings and of groups; true means ``c = momentum``."""
+    model, optimizer = runs.make(kind=Muon, shapes={WQ: (12, 8)}, nesterov=nesterov)
+    twin, other = runs.make(kind=Muon, shapes={WQ: (12, 8)}, momentum=0.5)
+    other.param_groups[0]["nesterov"] = nesterov
+    found, expected = runs.train(model, optimizer, 1, 1), runs.train(twin, other, 1, 1)
+    assert runs.equal(found, expected)  # in the first step B = G
+    momentum = optimizer.state[model.get_parameter(WQ)]["momentum_buffer"]
+    plain, last = runs.make(kind=Muon, shapes={WQ: (12, 8)}, nesterov=True, momentum=0.0)
+    before = momentum.clone()
+    runs.train(model, optimizer, 2, 2)
+    models.set_gradients(plain, 1, 2)
+    grad = plain.get_parameter(WQ).grad
+    assert grad is not None
+    plain.get_parameter(WQ).data.copy_(found[WQ])
+    grad.add_(nesterov * (0.95 * before + grad))
+    last.step()
+    torch.testing.assert_close(plain.get_parameter(WQ), model.get_parameter(WQ))
+    with pytest.raises(ValueError, match="nesterov: the checkpoint has"):
+        runs.resume(model, optimizer, lambda: runs.make(kind=Muon, shapes={WQ: (12, 8)}))
+
+
+def test_settings_that_a_checkpoint_keeps_are_defaults_too() -> None:
+    model, optimizer = runs.make(kind=Muon, momentum=0.5, nesterov=2.0)
+    runs.train(model, optimizer)
+    rule = {"on_config_change": "keep_checkpoint"}
+    _, other = runs.resume(model, optimizer, lambda: runs.make(kind=Muon, **rule))
+    assert (other.defaults["momentum"], other.defaults["nesterov"]) == (0.5, 2.0)

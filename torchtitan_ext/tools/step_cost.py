@@ -83,9 +83,10 @@ class StepCost:
         config: MuonConfig | None = None,
     ) -> None:
         self._matrices, self._num_ranks = matrices, num_ranks
-        self._config = config = config or MuonConfig()
+        self._config = config = (config or MuonConfig()).on_device("cuda")
+        assert config.wire_dtype is not None
         self._itemsize = getattr(torch, config.ns_dtype).itemsize
-        self._wire = getattr(torch, config.wire).itemsize
+        self._wire = getattr(torch, config.wire_dtype).itemsize
         counts = [steps[info.operator_type] for info in registry]
         costs = [
             float(count * ns_step_flops(*info.shape))
