@@ -3,8 +3,8 @@
     python -m tests.mutants amo_dist/state --number 50 --tests tests/unit tests/distributed
 
 One traced run of the tests tells the lines that a test runs, on its ranks too, and its seconds.
-Then a mutant at a time is written into a copy of the project, and the tests of its line run there,
-quickest first, until one fails: in a process forked from this one, which has torch imported.
+Then a mutant at a time is tried by the tests of its line, quickest first, until one fails. They run
+in a fork of a process that has collected them; ranks import the mutant from a copy of the project.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import gc
+import itertools
 import json
 import os
 import random
@@ -25,8 +27,10 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import Any, NamedTuple
+
+from _pytest.runner import runtestprotocol
 
 ROOT = Path(__file__).resolve().parents[1]
 OTHER = {
@@ -59,6 +63,14 @@ class Mutant(NamedTuple):
     new: str
 
 
+def pytest_runtest_setup(item: Any) -> None:
+    """Under a traced run: says which test runs."""
+    import coverage
+
+    if (current := coverage.Coverage.current()) is not None:
+        current.switch_context(item.nodeid.partition("[")[0])
+
+
 def pytest_runtest_logreport(report: Any) -> None:
     """As a plug-in of pytest: writes the seconds of a test, and whether it failed."""
     with open(os.environ["MUTANTS_RECORD"], "a") as lines:
@@ -66,8 +78,11 @@ def pytest_runtest_logreport(report: Any) -> None:
 
 
 def coverage_init(registry: Any, options: Any) -> None:
-    """Makes this module a plug-in of coverage: a line's context is the function of the tests."""
+    """As a plug-in of coverage: a line's context is the function of the tests, also on ranks."""
     from coverage import CoveragePlugin
+
+    if sys.argv[:1] != ["-c"]:  # pytest itself, which says which test runs
+        return
 
     class Contexts(CoveragePlugin):
         def dynamic_context(self, frame: FrameType) -> str | None:
@@ -124,7 +139,8 @@ def mutants(path: Path) -> list[Mutant]:
             start = begins[place.lineno - 1] + place.col_offset
             end = begins[place.end_lineno - 1] + place.end_col_offset
             lines = range(place.lineno, place.end_lineno + 1)
-            text = f"({ast.unparse(new)})"
+            # As many lines as before: a function is known again by its first line.
+            text = f"({ast.unparse(new)}{chr(10) * (place.end_lineno - place.lineno)})"
             old = " ".join(source[start:end].decode().split())
             result.append(Mutant(str(path.relative_to(ROOT)), lines, start, end, old, text))
     return result
@@ -151,14 +167,13 @@ def names_by_test(path: Path) -> dict[str, set[str]]:
 
 
 class Traced(NamedTuple):
-    """Seconds of a test, tests of a line, and tests that are known to pass without a mutant."""
+    """Seconds of a test, and tests of a line."""
 
     seconds: dict[str, float]
     tests: dict[str, dict[int, set[str]]]
-    sound: set[str]
 
 
-def trace(copy: Path, tests: list[str], select: str) -> Traced:
+def run_traced(copy: Path, tests: list[str], select: str) -> None:
     """Runs the tests once under coverage."""
     (copy / "trace.ini").write_text(TRACE)
     record = copy / "times"
@@ -173,8 +188,17 @@ def trace(copy: Path, tests: list[str], select: str) -> Traced:
 
     measured = coverage.Coverage(data_file=str(copy / ".traced"), config_file=False)
     measured.combine([str(copy)])
+    measured.save()
+
+
+def read_traced(copy: Path) -> Traced:
+    """The result of that run."""
+    import coverage
+
+    data = coverage.CoverageData(str(copy / ".traced"))
+    data.read()
     seconds: dict[str, float] = defaultdict(float)
-    for line in record.read_text().splitlines():
+    for line in (copy / "times").read_text().splitlines():
         name, duration, failed = json.loads(line)
         seconds[re.sub(r"\[.*", "", name)] += float("inf") if failed else duration
     seconds = {name: duration for name, duration in seconds.items() if duration < float("inf")}
@@ -191,7 +215,6 @@ def trace(copy: Path, tests: list[str], select: str) -> Traced:
             if function in used and f"{file}::{test}" in seconds
         }
 
-    data = measured.get_data()
     known: dict[str, set[str]] = {}
     result: dict[str, dict[int, set[str]]] = {}
     for file in data.measured_files():
@@ -201,7 +224,7 @@ def trace(copy: Path, tests: list[str], select: str) -> Traced:
         for line, contexts in data.contexts_by_lineno(file).items():
             known.update((name, tests_of(name)) for name in contexts if name not in known)
             lines[line] = set().union(*(known[name] for name in contexts))
-    return Traced(seconds, result, set())
+    return Traced(seconds, result)
 
 
 def tests_of_mutant(mutant: Mutant, traced: Traced, limit: float) -> list[str]:
@@ -222,57 +245,120 @@ def tests_of_mutant(mutant: Mutant, traced: Traced, limit: float) -> list[str]:
     return chosen
 
 
-def run(copy: Path, tests: list[str], select: str, timeout: float) -> str:
-    """Runs tests in a forked process; the first that failed, ``hangs``, or nothing."""
-    record = copy / "result"
-    record.unlink(missing_ok=True)
-    if (child := os.fork()) == 0:
-        os.setsid()
-        import pytest
+def patch(mutant: Mutant, copy: Path, source: bytes) -> bool:
+    """Gives the functions of this process the code of a mutant; False where it is in none."""
+    path = str(copy / mutant.path)
+    codes: dict[tuple[str, int], CodeType] = {}
+    waiting = [compile(source, path, "exec")]
+    while waiting:
+        code = waiting.pop()
+        codes[code.co_name, code.co_firstlineno] = code
+        waiting += [value for value in code.co_consts if isinstance(value, CodeType)]
+    is_in_one = False
+    for function in gc.get_objects():
+        if type(function) is FunctionType and function.__code__.co_filename == path:
+            old = function.__code__
+            new = codes.get((old.co_name, old.co_firstlineno), old)
+            if new != old:
+                function.__code__ = new
+                is_in_one = True
+    return is_in_one
 
+
+class Session:
+    """Plug-in of pytest: runs the tests of a mutant in a fork of the process that collected all."""
+
+    def __init__(
+        self, copy: Path, traced: Traced, drawn: list[tuple[str, Mutant]], options: Any
+    ) -> None:
+        self.copy, self.traced, self.drawn, self.options = copy, traced, drawn, options
+        self.sound: set[str] = set()
+        self.items: dict[str, list[Any]] = defaultdict(list)
+
+    def pytest_runtestloop(self, session: Any) -> bool:
+        """Tries all mutants in place of the tests."""
+        for item in session.items:
+            self.items[item.nodeid.partition("[")[0]].append(item)
+        tried: Counter[str] = Counter()
+        killed: Counter[str] = Counter()
+        results = []
+        start = time.monotonic()
+        for room, mutant in self.drawn:
+            began = time.monotonic()
+            if began - start > 60 * self.options.minutes:
+                break
+            failed = self.try_mutant(mutant)
+            tried[room] += 1
+            killed[room] += bool(failed)
+            text = f"{mutant.path}:{mutant.lines[0]}: {mutant.old[:60]} -> {mutant.new[:60]}"
+            seconds = time.monotonic() - began
+            results.append({"mutant": text, "killed_by": failed, "seconds": round(seconds, 1)})
+            word = "killed" if failed else "SURVIVED"
+            print(f"{word} {seconds:.1f} s  {text}  [{failed}]", file=sys.stderr, flush=True)
+            if self.options.json:
+                summary = {"tried": tried, "killed": killed, "results": results}
+                self.options.json.write_text(json.dumps(summary, indent=1))
+        for room in tried:
+            print(f"{room}: killed {killed[room]} of {tried[room]}", file=sys.stderr)
+        return True
+
+    def try_mutant(self, mutant: Mutant) -> str:
+        """The test that fails for one mutant, or nothing."""
+        tests = tests_of_mutant(mutant, self.traced, self.options.seconds)
+        tests = [test for test in tests if test in self.items]
+        if not tests:
+            return ""
+        file = self.copy / mutant.path
+        source, times = file.read_bytes(), file.stat()
+        broken = source[: mutant.start] + mutant.new.encode() + source[mutant.end :]
+        file.write_bytes(broken)  # ranks import it
+        failed = self.run(tests, mutant, broken)
+        file.write_bytes(source)
+        os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))  # its compiled form is good again
+        if failed in self.items and failed not in self.sound:
+            if self.run([failed], None, b""):  # it fails without the mutant, too
+                del self.items[failed]
+                return self.try_mutant(mutant)
+            self.sound.add(failed)
+        return failed
+
+    def run(self, tests: list[str], mutant: Mutant | None, source: bytes) -> str:
+        """The first test that fails in a forked process, ``hangs``, or nothing."""
+        record = self.copy / "result"
+        record.unlink(missing_ok=True)
+        if (child := os.fork()) == 0:
+            try:
+                record.write_text(self.try_in_child(tests, mutant, source))
+            finally:
+                os._exit(0)
+        deadline = time.monotonic() + 60 + 4 * sum(self.traced.seconds[test] for test in tests)
+        while (ended := os.waitpid(child, os.WNOHANG)[0]) == 0 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)  # ranks that are left over
+        if not ended:
+            os.waitpid(child, 0)
+            return "hangs"
+        return record.read_text() if record.exists() else ""
+
+    def try_in_child(self, tests: list[str], mutant: Mutant | None, source: bytes) -> str:
+        """The first test that fails in this process, with the code of a mutant."""
+        os.setsid()
         devnull = os.open(os.devnull, os.O_RDWR)
         for stream in (0, 1, 2):
             os.dup2(devnull, stream)
-        os.chdir(copy)
-        os.environ |= {"PYTHONPATH": str(copy), "MUTANTS_RECORD": str(record)}
-        sys.path.insert(0, str(copy))
-        for name in list(sys.modules):
-            if name.split(".")[0] in ("tests", "amo_dist", "torchtitan_ext"):
-                del sys.modules[name]
-        os._exit(int(pytest.main([*PYTEST, "-x", "-m", select, *tests])))
-    deadline = time.monotonic() + timeout
-    status = None
-    while status is None and time.monotonic() < deadline:
-        pid, code = os.waitpid(child, os.WNOHANG)
-        status = code if pid else None
-        time.sleep(0.02)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child, signal.SIGKILL)  # ranks that are left over
-    if status is None:
-        os.waitpid(child, 0)
-        return "hangs"
-    lines = record.read_text().splitlines() if record.exists() else []
-    failed = [name for name, _, fails in map(json.loads, lines) if fails]
-    return failed[0] if failed else "no import" if status else ""
-
-
-def try_mutant(copy: Path, mutant: Mutant, traced: Traced, limit: float, select: str) -> str:
-    """The test that fails for one mutant, or nothing."""
-    tests = tests_of_mutant(mutant, traced, limit)
-    timeout = 60 + 4 * sum(traced.seconds[test] for test in tests)
-    file = copy / mutant.path
-    source, times = file.read_bytes(), file.stat()
-    file.write_bytes(source[: mutant.start] + mutant.new.encode() + source[mutant.end :])
-    failed = run(copy, tests, select, timeout) if tests else ""
-    file.write_bytes(source)
-    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))  # its compiled form is good again
-    test = re.sub(r"\[.*", "", failed)
-    if test in traced.seconds and test not in traced.sound:
-        if run(copy, [test], select, timeout):  # it fails without the mutant, too
-            del traced.seconds[test]
-            return try_mutant(copy, mutant, traced, limit, select)
-        traced.sound.add(test)
-    return failed
+        if mutant and not patch(mutant, self.copy, source):
+            # It changes a module and not a function: a new process imports it.
+            command = [sys.executable, "-m", "pytest", *PYTEST, "-x", *tests]
+            environment = {**os.environ, "MUTANTS_RECORD": os.devnull}
+            status = subprocess.run(command, env=environment, check=False).returncode
+            return "in a new process" if status else ""
+        chosen = [item for test in tests for item in self.items[test]]
+        for item, following in itertools.zip_longest(chosen, chosen[1:]):
+            reports = runtestprotocol(item, log=False, nextitem=following)
+            if any(report.failed for report in reports):
+                return str(item.nodeid).partition("[")[0]
+        return ""
 
 
 def main() -> None:
@@ -284,7 +370,9 @@ def main() -> None:
     parser.add_argument("--tests", nargs="+", default=["tests/unit", "tests/distributed"])
     parser.add_argument("--select", default="not slow", help="marker expression of pytest")
     parser.add_argument("--seconds", type=float, default=30, help="of tests, for one mutant")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after these")
     parser.add_argument("--json", type=Path, help="a file for the results")
+    parser.add_argument("--copy", type=Path, help="a folder to keep the traced run in, or with one")
     arguments = parser.parse_args()
     drawn = []
     for room in arguments.rooms:
@@ -293,31 +381,21 @@ def main() -> None:
         number = min(arguments.number, len(choices))
         chosen = random.Random(arguments.seed).sample(choices, number)
         drawn += [(place, str(room), mutant) for place, mutant in enumerate(chosen)]
-    copy = Path(tempfile.mkdtemp(prefix="mutants"), "copy")
-    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "outputs"))
-    traced = trace(copy, arguments.tests, arguments.select)
-    import torch.distributed.checkpoint
-    import torch.distributed.fsdp
-    import torch.distributed.tensor  # noqa: F401
+    drawn.sort(key=lambda item: item[:2])
+    copy = (arguments.copy or Path(tempfile.mkdtemp(prefix="mutants"), "copy")).resolve()
+    if not copy.exists():
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "outputs"))
+        run_traced(copy, arguments.tests, arguments.select)
+    traced = read_traced(copy)
+    import pytest
 
-    tried: Counter[str] = Counter()
-    killed: Counter[str] = Counter()
-    results = []
-    for _, room, mutant in sorted(drawn, key=lambda item: item[:2]):
-        began = time.monotonic()
-        failed = try_mutant(copy, mutant, traced, arguments.seconds, arguments.select)
-        tried[room] += 1
-        killed[room] += bool(failed)
-        text = f"{mutant.path}:{mutant.lines[0]}: {mutant.old[:60]} -> {mutant.new[:60]}"
-        seconds = round(time.monotonic() - began, 1)
-        results.append({"mutant": text, "killed_by": failed, "seconds": seconds})
-        print(f"{'killed' if failed else 'SURVIVED'} {seconds} s  {text}  [{failed}]", flush=True)
-        if arguments.json:
-            summary = {"tried": tried, "killed": killed, "results": results}
-            arguments.json.write_text(json.dumps(summary, indent=1))
-    shutil.rmtree(copy.parent)
-    for room in tried:
-        print(f"{room}: killed {killed[room]} of {tried[room]}")
+    os.chdir(copy)
+    os.environ["PYTHONPATH"] = sys.path[0] = str(copy)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
+        del sys.modules[name]
+    session = Session(copy, traced, [item[1:] for item in drawn], arguments)
+    options = ["-q", "-p", "no:cacheprovider", "-m", arguments.select, *arguments.tests]
+    pytest.main(options, plugins=[session])
 
 
 if __name__ == "__main__":
