@@ -50,6 +50,7 @@ def processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         pp_schedule="1F1B",
         config_dict=config.to_dict(),
     )
+    made.folder = tmp_path
     made.num_flops_per_token, made.data_loading_times = 1, [0.0]
     made.now = made.time_last_log = 100.0
     monkeypatch.setattr("time.perf_counter", lambda: made.now)
@@ -61,7 +62,7 @@ def log(processor: Any, step: int, waits: float = 0.0) -> dict[str, Any]:
     processor.data_loading_times = [waits]
     # What torchtitan adds up after a resume on other ranks, with sequences of context twice.
     processor.log(step, 1.0, 1.0, 1.0, {"n_tokens_seen": 12345, "lr/AMO/0": 0.1})
-    record: dict[str, Any] = run_files.read_metrics(Path(processor._config.dump_folder)).steps[-1]
+    record: dict[str, Any] = run_files.read_metrics(Path(processor.folder)).steps[-1]
     return record
 
 

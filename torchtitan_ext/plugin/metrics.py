@@ -119,13 +119,9 @@ class MetricsProcessor(titan.MetricsProcessor):
             names = {key: config_dict["model_spec"][key] for key in ("name", "flavor")}
             self._config_dict["model"] = names
             self._config_dict["tokenizer"] = {"kind": "hf", **config_dict["tokenizer"]}
-        # Sections as attributes again.
-        self._config = SimpleNamespace(
-            **{k: SimpleNamespace(**v) for k, v in config_dict.items() if isinstance(v, dict)},
-            dump_folder=options["dump_folder"],
-        )
-        self._num_steps = int(self._config.training.steps)
-        self.tokens_per_step = tokens_per_step(self._config.training, options["parallel_dims"])
+        training = SimpleNamespace(**config_dict["training"])
+        self._num_steps = int(training.steps)
+        self.tokens_per_step = tokens_per_step(training, options["parallel_dims"])
         self._first_step: int | None = None
         self._step = self._logged_step = 0
         self._step_ended = self.time_last_log
