@@ -160,27 +160,26 @@ def _check_backend(section: ParallelismConfig) -> None:
         )
 
 
-def _derived(section: Any, stock: type, ours: type, own: dict[str, Any]) -> Any:
+def _derived(section: Any, titan_class: type, amo_class: type, own: dict[str, Any]) -> Any:
     """The project's section with the fields of torchtitan's; a subclass of the project's stays.
 
     Args:
         section: Section of the config.
-        stock: Class of torchtitan's section.
-        ours: Class of the project's section.
+        titan_class: Class of torchtitan's section.
+        amo_class: Class of the project's section.
         own: Values of :data:`OWN_FIELDS`, of this section and of others.
 
     Raises:
         ValueError: The section is of another class.
     """
-    values = {name: value for name, value in own.items() if OWN_FIELDS[name] is ours}
-    if isinstance(section, ours):
+    values = {name: value for name, value in own.items() if OWN_FIELDS[name] is amo_class}
+    if isinstance(section, amo_class):
         return overlay(section, values)
-    if type(section) is stock:
-        return overlay(derive(section, ours), values)
-    kind = type(section)
+    if type(section) is titan_class:
+        return overlay(derive(section, amo_class), values)
     raise ValueError(
-        f"found {kind.__module__}.{kind.__qualname__}, expected torchtitan's "
-        f"{stock.__qualname__} or a subclass of {ours.__module__}.{ours.__qualname__}"
+        f"found a section of {type(section)}, expected one of {titan_class} or a subclass of "
+        f"{amo_class}"
     )
 
 

@@ -97,9 +97,9 @@ def test_every_field_of_every_section_is_read_from_a_file(tmp_path: Path) -> Non
         if isinstance(value, (bool, int, float, str)) and name not in follow
     } | {"model.name": "llama3", "model.flavor": "tiny", "training.steps": 9999}
     text = "".join(f"{name} = {json.dumps(value)}\n" for name, value in written.items())
-    found = dict(files.fields(values.plain(parse(tmp_path, text))))
+    read = dict(files.fields(values.plain(parse(tmp_path, text))))
     follow = {name for name in written if name.endswith((".tokens", ".global_vocab_size"))}
-    assert {name: found[name] for name in written.keys() - follow} == {
+    assert {name: read[name] for name in written.keys() - follow} == {
         name: value for name, value in written.items() if name not in follow
     }
 
@@ -239,12 +239,12 @@ def test_a_complete_config_comes_back_from_json(name: str, tmp_path: Path) -> No
     config = settings.parse([f"--job.config_file={CONFIGS / name}.toml"])
     config.override.imports = ["m.f", ("m.g", {"a": 1})]
     config.dump_folder = str(tmp_path / "run")
-    found = settings.parse(settings.for_ranks(config))
-    assert values.plain(found) == values.plain(config)
-    assert found.model_spec is not None
+    copy = settings.parse(settings.for_ranks(config))
+    assert values.plain(copy) == values.plain(config)
+    assert copy.model_spec is not None
     assert config.model_spec is not None
-    assert found.model_spec.model == config.model_spec.model
-    assert type(found.validator.dataloader) is type(config.validator.dataloader)
+    assert copy.model_spec.model == config.model_spec.model
+    assert type(copy.validator.dataloader) is type(config.validator.dataloader)
 
 
 def test_nodes_that_start_at_once_do_not_take_each_others_file(

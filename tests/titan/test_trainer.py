@@ -44,11 +44,11 @@ class Steps:
 
     def run(self) -> list[bool]:
         """Whether a signal would have found something to save, before and after each step."""
-        found = []
+        trained = []
         while self.should_continue_training():  # type: ignore[misc]
-            found.append(bool(self.stop_signal and self.stop_signal.has_trained))
+            trained.append(bool(self.stop_signal and self.stop_signal.has_trained))
             self.step += 1
-        return found
+        return trained
 
 
 @pytest.mark.parametrize(("num_steps", "trained"), [(1, [False]), (3, [False, True, True])])
