@@ -1,0 +1,149 @@
+"""Export to Hugging Face's format, on tiny models and offline."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from torchtitan_ext.data.tokenizers import ByteTokenizer, Tokenizer
+from torchtitan_ext.plugin import models
+from torchtitan_ext.tools import export
+
+needs_transformers = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="needs transformers (extra `eval`)"
+)
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    with warnings.catch_warnings():
+        # These packages warn of one another's deprecations, at import and in use.
+        warnings.simplefilter("ignore")
+        yield
+
+
+def tiny_model(name: str, *, fuse_qkv: bool = False) -> Any:
+    """Weights far larger than the first ones, so that every one of them shows in the logits."""
+    torch.manual_seed(0)
+    spec = models.spec(models.Model(name=name, flavor="tiny", fuse_qkv=fuse_qkv))
+    model: Any = spec.model.build()
+    with torch.no_grad():
+        model.init_states()
+        for parameter in model.parameters():
+            noise = 0.3 * torch.randn_like(parameter)
+            parameter.copy_(noise if parameter.dim() > 1 else 1 + noise)
+    return model
+
+
+def save(model: Any, folder: Path, name: str, assets: str = "", **tokenizer: str) -> Path:
+    """A checkpoint in a run's folder, among other state, as torchtitan leaves it."""
+    checkpoint = folder / "checkpoint" / "step-7"
+    state = {**model.state_dict(), "train_state": {"step": torch.tensor(7)}}
+    dcp.save(state, checkpoint_id=str(checkpoint), no_dist=True)
+    config = {
+        "hf_assets_path": assets,
+        "model": {"name": name, "flavor": "tiny"},
+        "tokenizer": {"kind": "byte", **tokenizer},
+        "optimizer": {"name": "AMO"},
+    }
+    (folder / "run.json").write_text(json.dumps(config))
+    return checkpoint
+
+
+def logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        found = model(tokens)
+    return found if isinstance(found, torch.Tensor) else found.logits
+
+
+@pytest.mark.slow
+@needs_transformers
+@pytest.mark.parametrize("fuse_qkv", [False, True])
+@pytest.mark.parametrize("name", ["llama3", "qwen3"])
+def test_logits_survive_the_export(tmp_path: Path, name: str, fuse_qkv: bool) -> None:
+    import transformers
+
+    model = tiny_model(name, fuse_qkv=fuse_qkv)
+    checkpoint = save(model, tmp_path, name)
+    export.export(checkpoint, tmp_path / "hf", export.find_source(checkpoint))
+    exported = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "hf", dtype=torch.float32
+    )
+    assert exported.config.tie_word_embeddings == (name == "qwen3")
+    assert exported.config.eos_token_id == ByteTokenizer().eos_id
+    # Long enough for the rotary embedding's scaled frequencies to matter.
+    tokens = torch.randint(0, 257, (2, 300), generator=torch.Generator().manual_seed(1))
+    expected = logits(model, tokens)
+    assert expected.std() > 1  # the tolerance is one of numbers of this size
+    # Rotary embeddings in complex against real arithmetic: 2e-5 in float32.
+    torch.testing.assert_close(logits(exported, tokens), expected, rtol=0, atol=1e-4)
+    # The tolerance would notice a rotary embedding of another base.
+    exported.model.rotary_emb.inv_freq.mul_(1.001)
+    assert (logits(exported, tokens) - expected).abs().max() > 1e-3
+
+
+@pytest.mark.slow
+@needs_transformers
+@pytest.mark.parametrize("is_file", [False, True])
+def test_the_tokenizer_is_the_one_of_the_run(tmp_path: Path, is_file: bool) -> None:
+    import transformers
+
+    folder = tmp_path / "tokenizer"
+    export.byte_tokenizer().save_pretrained(folder)
+    path = str(folder / "tokenizer.json" if is_file else folder)
+    model = tiny_model("llama3")
+    found = []
+    # By its own path; without one in the folder of the assets; with an end token of the run's.
+    for assets, data in (
+        ("nowhere", {"path": path}),
+        (path, {}),
+        ("nowhere", {"path": path, "eos_token": "z"}),
+    ):
+        checkpoint = save(model, tmp_path / str(len(found)), "llama3", assets, kind="hf", **data)
+        output = tmp_path / str(len(found)) / "hf"
+        export.export(checkpoint, output, export.find_source(checkpoint))
+        tokens = transformers.AutoTokenizer.from_pretrained(output).encode("naïve")
+        assert tokens == ByteTokenizer().encode("naïve")
+        found.append(json.loads((output / "config.json").read_text())["eos_token_id"])
+    assert found == [ByteTokenizer().eos_id, ByteTokenizer().eos_id, ord("z")]
+
+
+@needs_transformers
+@pytest.mark.parametrize(
+    "text", ["", "plain text", " leading, double  spaces\n\n\ttabs ", "naïve 北京 🙂", "a<|eos|>b"]
+)
+def test_byte_tokenizers_agree(text: str) -> None:
+    ours, theirs = ByteTokenizer(), export.byte_tokenizer()
+    tokens = theirs.encode(text, add_special_tokens=False)
+    assert tokens == ours.encode(text)
+    assert theirs.decode(tokens) == text
+    assert theirs.eos_token_id == ours.eos_id
+
+
+@needs_transformers
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"flavor": "huge"}, "model.flavor: found 'huge'"),
+        ({"name": "qwen3"}, "lacks .* such as layers.0.attention.k_norm.*another model"),
+        ({"flavor": "quickstart"}, "lacks .* keys|Size mismatch"),
+        ({"kind": "hf"}, "found no tokenizer in nowhere"),
+    ],
+)
+def test_unfit_checkpoints_are_named(tmp_path: Path, change: dict[str, str], message: str) -> None:
+    checkpoint = save(tiny_model("llama3"), tmp_path, "llama3")
+    fields: Any = {"name": "llama3", "flavor": "tiny", "kind": "byte", **change}
+    tokenizer = Tokenizer.Config(kind=fields.pop("kind"))
+    source = export.Source(models.Model(**fields), tokenizer, "nowhere", "AMO")
+    with pytest.raises(ValueError, match=message):
+        export.export(checkpoint, tmp_path / "hf", source)
