@@ -21,7 +21,9 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def test_a_resumed_run_drops_what_lies_beyond_its_checkpoint(tmp_path: Path) -> None:
+def test_a_resumed_run_drops_what_lies_beyond_its_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     files = RunFiles(tmp_path)
     files.start(1)
     # 1/3 has no short decimal form: the file must bring it back to the last bit.
@@ -35,7 +37,9 @@ def test_a_resumed_run_drops_what_lies_beyond_its_checkpoint(tmp_path: Path) -> 
         {"step": 2, "loss": 2 / 3},
         {"step": 3, "loss": None, "optimizer": {"x": None}},
     ]
+    assert not caplog.records
     again.start(1)
+    assert "dropped 3 records from step 1 on" in caplog.text  # of another run, it may be
     assert read_records(tmp_path / "metrics.jsonl") == []
 
 

@@ -53,7 +53,9 @@ def drop_from(path: Path, step: int) -> None:
         logger.warning("%s: dropped %d lines that cannot be read", path, num_damaged)
     kept = [r for r in records if r and isinstance(r.get("step"), int) and r["step"] < step]
     if num_dropped := len(records) - num_damaged - len(kept):
-        logger.info("%s: dropped %d records from step %d on", path, num_dropped, step)
+        # A start that goes on repeats some steps; one that keeps nothing may be in a wrong folder.
+        level = logging.INFO if kept else logging.WARNING
+        logger.log(level, "%s: dropped %d records from step %d on", path, num_dropped, step)
     files.replace(path, "".join(json.dumps(record) + "\n" for record in kept))
 
 
