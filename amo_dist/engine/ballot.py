@@ -220,10 +220,9 @@ class Ballots:
         unusable = None
         if full:
             least = momentum_bound(torch.float32, momentum)
-            bounds = [self._bounds[i] or least for i in full]
-            for position, index in enumerate(full):
-                if index in misplaced:  # it may be one term of a sum over ranks
-                    bounds[position] /= len(self._world.ranks)
+            # A misplaced gradient may be one term of a sum over ranks.
+            num_terms = len(self._world.ranks) if misplaced else 1
+            bounds = [(self._bounds[i] or least) / num_terms for i in full]
             sent = _sent(bounds, torch.float64, self._param_device)
             unusable = exceed([*full.values()], sent)
         has_grad = [grad is not None for grad in grads]
