@@ -77,14 +77,6 @@ def test_shapes_are_those_of_the_paper(flavor: str) -> None:
     assert {layer.ffn_norm.eps for layer in layers} == {1e-6 if is_qwen else 1e-5}
 
 
-@pytest.mark.parametrize("flavor", [name for name in GOLDEN if name.startswith("Llama")])
-def test_llama_scales_its_rotary_frequencies_as_llama_3_does(flavor: str) -> None:
-    rope = config_of(flavor).layers[-1].attention.rope
-    assert rope.scaling == "llama"
-    assert (rope.scaling_factor, rope.original_max_position_embeddings) == (8.0, 8192)
-    assert (rope.low_freq_factor, rope.high_freq_factor) == (1.0, 4.0)
-
-
 @pytest.mark.parametrize("flavor", ["Qwen3-70M", "Llama-3.1-75M"])
 def test_first_weights_are_the_papers(flavor: str) -> None:
     config = config_of(flavor)
