@@ -17,8 +17,8 @@ from torchtitan_ext.plugin import hyperparameters
 from torchtitan_ext.plugin.optimizers import MuonSection, OptimizersContainer
 
 NAMES = ["AMO", "Muon", "AdamW"]
-OLD = {"lr": 4e-3}
-NEW = {"lr": 1e-3, "weight_decay": 0.5, "beta1": 0.8, "beta2": 0.9, "eps": 1e-6}
+OLD: dict[str, Any] = {"lr": 4e-3}
+NEW: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.5, "beta1": 0.8, "beta2": 0.9, "eps": 1e-6}
 FACTORS = [0.25, 0.5, 0.75, 1.0]  # of a warmup over four steps
 
 
@@ -91,7 +91,7 @@ def test_the_config_is_taken_over_where_that_is_asked_for(
     assert "the values of the config are in force: optimizer.lr" in caplog.text
     assert sorted(run.rates()) == pytest.approx([NEW["lr"] * FACTORS[2]])
     expected = {key: NEW[key] for key in ("weight_decay", "eps")}
-    expected |= {"initial_lr": NEW["lr"], "betas": (NEW["beta1"], NEW["beta2"])}  # type: ignore[dict-item]
+    expected |= {"initial_lr": NEW["lr"], "betas": (NEW["beta1"], NEW["beta2"])}
     assert {key: run.values(key) for key in expected} == {k: {v} for k, v in expected.items()}
     run.step()
     assert run.rates() == {NEW["lr"]}
