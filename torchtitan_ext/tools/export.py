@@ -9,28 +9,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
-import re
 import shutil
-import tempfile
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
-from amo_dist.schedule.fields import fail
-from torchtitan_ext.config import files
 from torchtitan_ext.runs.run_files import RUN_FILE, find_checkpoint, read_config
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-)
-"""Files that are copied from the folder of the tokenizer."""
-
+TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json")
+"""Files that are copied from the folder of the tokenizer, with ``merges.txt``."""
 
 CHECKPOINT_HELP = "<dump folder>/checkpoint/step-<n>, or the dump folder: its newest complete one"
 
@@ -66,22 +54,19 @@ def find_source(checkpoint: Path, config: str | None = None) -> Source:
     if config is not None:
         read = settings.resolve(config, [])
         return Source(read.model, read.tokenizer, read.hf_assets_path, read.optimizer.name)
-    folder = checkpoint.parent.parent
-    sections = read_config(folder)
+    path = checkpoint.parent.parent / RUN_FILE
+    sections = read_config(path.parent)
     if sections is None:
-        path = folder / RUN_FILE
         raise ValueError(f"--config: found none and no {path}, expected the config of the run")
-    fields = dict(files.fields(sections))
-    needed = ("model.name", "model.flavor", "tokenizer.kind", "hf_assets_path", "optimizer.name")
-    for name in needed:
-        if not isinstance(fields.get(name), str):
-            fail(f"config: {name}", fields.get(name), "the config of a run")
-    return Source(
-        values.overlay(Model(), sections["model"], "model."),
-        values.overlay(Tokenizer.Config(), sections["tokenizer"], "tokenizer."),
-        fields["hf_assets_path"],
-        fields["optimizer.name"],
-    )
+    try:
+        return Source(
+            values.overlay(Model(), sections["model"], "model."),
+            values.overlay(Tokenizer.Config(), sections["tokenizer"], "tokenizer."),
+            sections["hf_assets_path"],
+            sections["optimizer"]["name"],
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: found no {error}, expected the config of a run") from None
 
 
 def export(checkpoint: Path, output: Path, source: Source, dtype: str = "float32") -> None:
@@ -98,51 +83,34 @@ def export(checkpoint: Path, output: Path, source: Source, dtype: str = "float32
             none, the tokenizer is missing, ``output`` holds other files than those of an export, or
             ``transformers`` is not installed.
     """
-    _require_own(output)
-    require_transformers()
-    kind = source.tokenizer.kind
-    assets = _tokenizer_folder(source.tokenizer.path or source.assets) if kind == "hf" else None
+    import torch.distributed.checkpoint as dcp
+
+    is_export = (output / "model.safetensors.index.json").exists()
+    if output.is_dir() and any(output.iterdir()) and not is_export:
+        raise ValueError(f"--output: found files in {output}, expected a new or empty folder")
+    section = source.tokenizer
+    tokenizer = section.build(tokenizer_path=source.assets)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as intended
+        config, weights = _load(checkpoint, source, dtype)
+        output.mkdir(parents=True, exist_ok=True)
+        (output / "config.json").unlink(missing_ok=True)  # it says that the folder holds a model
+        dcp.save(weights, storage_writer=dcp.HuggingFaceStorageWriter(str(output)))
+    if section.kind == "byte":
+        byte_tokenizer().save_pretrained(output)
+    elif section.kind == "hf":
+        folder = Path(section.path or source.assets).expanduser()
+        folder = folder.parent if folder.is_file() else folder
+        for pattern in (*TOKENIZER_FILES, "merges.txt"):
+            for file in folder.glob(pattern):
+                shutil.copyfile(file, output / file.name)
     # Training put this token after each document; the files may name the end of a turn.
-    eos = source.tokenizer.build(tokenizer_path=source.assets).eos_id
-    model = load(checkpoint, source, dtype)
-    output.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".export-", dir=output) as name:
-        scratch = Path(name)
-        if kind == "byte":
-            byte_tokenizer().save_pretrained(scratch)
-        elif assets is not None:
-            for file_name in TOKENIZER_FILES:
-                if (assets / file_name).is_file():
-                    shutil.copyfile(assets / file_name, scratch / file_name)
-        model.config.eos_token_id = model.generation_config.eos_token_id = eos
-        model.save_pretrained(scratch)
-        # This file says that a folder holds a model: it goes first and comes last.
-        (output / "config.json").unlink(missing_ok=True)
-        for file in sorted(scratch.iterdir(), key=lambda file: file.name == "config.json"):
-            file.replace(output / file.name)
+    config.eos_token_id = tokenizer.eos_id
+    config.architectures = [type(config).__name__.replace("Config", "ForCausalLM")]
+    config.save_pretrained(output)
 
 
-def _require_own(output: Path) -> None:
-    """A mistyped path, such as ``/``, gets no files among those that it holds."""
-    if not output.is_dir() or (output / "config.json").is_file():
-        return
-    # A killed export leaves these, if it was at its last moves.
-    left = re.compile(
-        r"\.export-.*|(generation_)?config\.json|model.*\.(safetensors|json)|.*\.jinja"
-    )
-    if any(not left.fullmatch(p.name) and p.name not in TOKENIZER_FILES for p in output.iterdir()):
-        raise ValueError(
-            f"--output: found {output}, which holds files but no exported model; expected a new or "
-            "empty folder"
-        )
-
-
-def require_transformers() -> Any:
-    """The package ``transformers``.
-
-    Raises:
-        ValueError: It is not installed; the message says how to install it.
-    """
+def _transformers() -> Any:
     try:
         return importlib.import_module("transformers")
     except ImportError:
@@ -152,41 +120,9 @@ def require_transformers() -> Any:
         ) from None
 
 
-def _tokenizer_folder(assets: str) -> Path:
-    """The folder, where ``transformers`` finds a tokenizer in it."""
-    path = Path(assets).expanduser()
-    folder = path.parent if path.is_file() else path
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
-        raise ValueError(
-            f"tokenizer.path or hf_assets_path: found no tokenizer in {folder} that "
-            "transformers reads, expected tokenizer.json"
-        )
-    return folder
-
-
-def load(checkpoint: Path, source: Source, dtype: str = "float32") -> Any:
-    """A checkpoint as a ``transformers`` model on CPU; arguments and errors as :func:`export`."""
+def _load(checkpoint: Path, source: Source, dtype: str) -> tuple[Any, dict[str, Any]]:
+    """Config of ``transformers``, and the weights under its names, on CPU."""
     import torch
-
-    args, adapter, weights = _weights(checkpoint, source)
-    config = hf_config(source.model.name, args)
-    with torch.device("meta"):
-        model = require_transformers().AutoModelForCausalLM.from_config(config)
-    kind = getattr(torch, dtype)
-    state = {name: weight.to(kind) for name, weight in adapter.to_hf(weights).items()}
-    missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
-    # A tied head is the embedding: neither saved twice nor loaded twice.
-    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    assert set(missing) <= tied, missing
-    assert not unexpected, unexpected
-    model.tie_weights()
-    return model.to(kind)
-
-
-def _weights(checkpoint: Path, source: Source) -> tuple[Any, Any, dict[str, Any]]:
-    """Model config, state-dict adapter and the weights, under torchtitan's names."""
-    import torch
-    from torch.distributed.checkpoint.api import CheckpointException
 
     from torchtitan_ext.plugin import loading, models
 
@@ -195,25 +131,17 @@ def _weights(checkpoint: Path, source: Source) -> tuple[Any, Any, dict[str, Any]
     # Checkpoints hold three matrices for queries, keys and values, fused or not.
     spec = models.spec(dataclasses.replace(source.model, fuse_qkv=False, attention="sdpa"))
     with torch.device("meta"):
-        model = spec.model.build()
-    weights = {
-        name: torch.empty(weight.shape, dtype=torch.float32)
-        for name, weight in model.state_dict().items()
-    }
-    if spec.model.enable_weight_tying:
+        shapes = spec.model.build().state_dict()
+    weights = {name: torch.empty(weight.shape) for name, weight in shapes.items()}
+    if spec.model.enable_weight_tying:  # the head is the embedding: neither saved twice nor loaded
         weights.pop("lm_head.weight", None)
     if not (checkpoint / ".metadata").is_file():
         raise ValueError(f"checkpoint: found no .metadata in {checkpoint}, expected step-<n>")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as intended
-        try:
-            loading.load(weights, str(checkpoint))
-        except CheckpointException as error:  # with the stack of each failure in its text
-            reasons = dict.fromkeys(
-                " ".join(str(failure).split()) for failure, _ in error.failures.values()
-            )
-            raise ValueError(f"checkpoint {checkpoint}: {'; '.join(reasons)}") from None
-    return spec.model, spec.state_dict_adapter(spec.model, None), weights
+    config = hf_config(source.model.name, spec.model)
+    loading.load(weights, str(checkpoint))
+    config.dtype = dtype
+    named = spec.state_dict_adapter(spec.model, None).to_hf(weights)
+    return config, {name: w.to(getattr(torch, dtype)) for name, w in named.items()}
 
 
 def hf_config(name: str, config: Any) -> Any:
@@ -223,7 +151,7 @@ def hf_config(name: str, config: Any) -> Any:
         name: ``llama3`` or ``qwen3``.
         config: torchtitan's config of the model.
     """
-    transformers = require_transformers()
+    transformers = _transformers()
     layer = config.layers[0]
     attention, rope = layer.attention, layer.attention.rope
     common: dict[str, Any] = {
@@ -275,7 +203,7 @@ def byte_tokenizer() -> Any:
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     tokenizer.add_special_tokens([EOS])
     assert tokenizer.get_vocab_size() == BYTE_VOCAB_SIZE
-    return require_transformers().PreTrainedTokenizerFast(
+    return _transformers().PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=EOS,
         clean_up_tokenization_spaces=False,
@@ -310,6 +238,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: There is no checkpoint, or as :func:`find_source` and :func:`export`.
     """
+    print("loading PyTorch and torchtitan ...", file=sys.stderr, flush=True)
     checkpoint = find_checkpoint(args.checkpoint)
     source = find_source(checkpoint, args.config)
     export(checkpoint, args.output, source, args.dtype)
