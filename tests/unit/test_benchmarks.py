@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import device_work, launches, newton_schulz, spectra
-from tests.simulated_device import simulated_device
+from benchmarks import launches, newton_schulz, spectra
 
 
 def rows_of(path: Path) -> list[dict[str, object]]:
@@ -60,43 +59,3 @@ def test_a_step_on_devices_takes_few_launches(tmp_path: Path) -> None:
     assert row["operations"] < 250
     assert row["views"] < 75
     assert row["waits"] == 0
-
-
-def test_work_of_a_device_is_counted_by_kind() -> None:
-    work = device_work.Work()
-    with simulated_device(), work.counting():
-        x, y = torch.ones(4, 6, device="cuda"), torch.ones(4, 6, device="cuda")
-        work.clear()
-        x.add_(y)  # reads both and writes one
-        narrow = x.to(torch.bfloat16)
-        narrow.view(24)  # no kernel
-        square = narrow @ narrow.mT
-        del narrow
-
-        @work.compile
-        def fused() -> torch.Tensor:
-            x.mul_(2).add_(y)
-            return (x * y).to(torch.bfloat16)
-
-        kept = fused()
-    size = 4 * 6 * 4
-    assert work.launches == {"pass": 3, "product": 1}
-    assert work.flops == {torch.bfloat16: 2 * 4 * 6 * 4}
-    assert work.bytes == 3 * size + 1.5 * size + 3.5 * size
-    # The float32 product inside of the compiled function, its result, and the square before it.
-    assert work.peak == 1.5 * size + square.numel() * 2
-    assert kept.dtype == torch.bfloat16
-
-
-@pytest.mark.slow
-def test_work_of_a_step_is_told_beside_that_of_torch(tmp_path: Path) -> None:
-    output = tmp_path / "work.json"
-    arguments = ["--contenders", "ours", "torch Muon", "--narrower", "32", "--output", str(output)]
-    assert device_work.main(arguments) == 0
-    ours, peer = rows_of(output)
-    # One rank of 32 does a 32nd of the products, and the busiest one somewhat more.
-    share = float(str(ours["bfloat16 Tflop"])) / float(str(peer["bfloat16 Tflop"]))
-    assert 1 / 40 < share < 1 / 20
-    assert ours["waits"] == 0
-    # Both ways, in two bytes.
-    assert 3.5 < float(str(ours["sent B/element"])) < 4.5
