@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
+import reprlib
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 __version__ = "0.2.0"
 
@@ -52,9 +54,27 @@ _DTYPES = ("bfloat16", "float16", "float32", "float64")
 _WIRE_DTYPES = ("bfloat16", "float32", "float64")
 
 
+# Bounded in length and depth: the state of a damaged file may be long, or nested past recursion.
+_show = reprlib.Repr()
+_show.maxlevel, _show.maxstring, _show.maxother = 3, 120, 120
+_show.maxdict = _show.maxlist = _show.maxtuple = 16
+
+
+def show(value: object) -> str:
+    """A value as text of bounded length, for messages."""
+    return _show.repr(value)
+
+
+def fail(field: str, value: object, expected: str) -> NoReturn:
+    """Raise the ``ValueError`` for one field: what was found and what was expected."""
+    # A name from a damaged state may hold line ends: errors stay on one line.
+    place = field if field.isprintable() else show(field)
+    raise ValueError(f"{place}: found {show(value)}, expected {expected}")
+
+
 def _require(condition: bool, field: str, value: object, expected: str) -> None:
     if not condition:
-        raise ValueError(f"{field}: found {value!r}, expected {expected}")
+        fail(field, value, expected)
 
 
 def _require_choice(field: str, value: object, choices: Sequence[str]) -> None:
@@ -173,8 +193,9 @@ class GuardConfig:
     matrix; all matrices take turns. AMO warns of a residual above 1.1. 0: no measurements."""
     on_config_change: str = "error"
     """Reaction if a checkpoint was saved with other settings, and they change results: ``error``;
-    ``keep_checkpoint`` continues with the settings of the checkpoint; ``replan`` continues with
-    those of this run, and AMO drops a plan that other settings made."""
+    ``keep_checkpoint`` continues with the settings of the checkpoint, but cannot keep another
+    ``bfloat16_params``; ``replan`` continues with those of this run, and AMO drops a plan that
+    other settings made."""
 
     def __post_init__(self) -> None:
         _require_choice("nonfinite", self.nonfinite, ("error", "skip_step"))
@@ -197,6 +218,16 @@ class MuonConfig(GuardConfig, ExchangeConfig, MathConfig):
         ValueError: A field has an invalid value; the message has the field, the value found and the
             expected ones.
     """
+
+    def __new__(cls: type[_Config], **fields: Any) -> _Config:
+        """Make settings; an unknown one is a TypeError that suggests a known one."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in fields:
+            if name not in known:
+                close = difflib.get_close_matches(name, known, n=1)
+                hint = f"; did you mean {close[0]!r}?" if close else ""
+                raise TypeError(f"{cls.__name__}: unknown setting {name!r}{hint}")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for concern in (MathConfig, ExchangeConfig, GuardConfig):
@@ -229,7 +260,8 @@ class PlanConfig:
     """``T_obs``: optimizer step of the last observation, in which AMO also makes the plan."""
     observe_every: int | None = None
     """Optimizer steps between observations, a divisor of ``observe_until``. None: AMO makes eight
-    observations, or, if 8 does not divide ``observe_until``, a number close to eight."""
+    observations, or, if 8 does not divide ``observe_until``, the number from 4 to 15 closest to
+    eight that does."""
     sample_size: int = 8
     """Matrices of each operator type in one observation, or all if there are fewer."""
     planner: str = "measured"
@@ -272,6 +304,12 @@ class PlanConfig:
                 self.observe_every,
                 f"a divisor of observe_until = {self.observe_until}",
             )
+        _require(
+            self.observe_every is not None or 4 * self.interval <= max(self.observe_until, 4),
+            "observe_until",
+            self.observe_until,
+            "a multiple of a number from 4 to 15, or a value of observe_every beside it",
+        )
         _require_int("sample_size", self.sample_size, 1)
         _require_choice("planner", self.planner, ("measured", "paper"))
         _require_real("shrinkage", self.shrinkage, "a number in [0, 1]", 0.0, 1.0)

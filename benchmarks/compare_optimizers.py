@@ -96,7 +96,7 @@ def state(name: str, last: dict[str, Any], arguments: Sequence[str]) -> dict[str
 
     from amo_dist import param_groups
     from amo_dist.optimizers.named import make_optimizer
-    from amo_dist.schedule.budget import ns_step_flops
+    from amo_dist.schedule.allocate import ns_step_flops
 
     groups = param_groups(quickstart_model(arguments))
     optimizer = make_optimizer(name, groups)

@@ -27,7 +27,7 @@ from amo_dist.config import MuonConfig
 from amo_dist.distributed.ownership import assign, load_by_rank
 from amo_dist.distributed.plan import plan_exchange
 from amo_dist.kernels.newton_schulz import NS_BACKENDS, orthogonalize, step_sizes
-from amo_dist.schedule.budget import ns_step_flops
+from amo_dist.schedule.allocate import ns_step_flops
 from amo_dist.schedule.polar_express import compose
 from benchmarks.measure import paired, ratio, report
 from benchmarks.shapes import MODELS

@@ -31,12 +31,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from amo_dist import Muon, MuonConfig, param_groups
-from amo_dist.schedule.budget import flop_budget
-from amo_dist.schedule.exact import least_error
-from amo_dist.schedule.grouping import group_matrices
-from amo_dist.schedule.planning import costs_of
-from amo_dist.schedule.polar_express import composed, error_curve, scaled
-from amo_dist.schedule.policies import TablePolicy
+from amo_dist.schedule.allocate import flop_budget, least_error, ns_step_flops
+from amo_dist.schedule.polar_express import error_curve, schedule_for, times_safety
+from amo_dist.schedule.source import Fixed
 from amo_dist.schedule.types import MatrixInfo, Schedule
 from benchmarks.measure import paired, ratio, report
 from benchmarks.overhead import Matrices, set_gradients
@@ -154,24 +151,26 @@ def within_flops(
     ell_by_type: Mapping[str, float], registry: Sequence[MatrixInfo]
 ) -> dict[str, Schedule]:
     """Schedules of least projected error within the flops of five steps for each type."""
-    costs = costs_of(group_matrices(registry))
-    units = [costs[kind] for kind in ell_by_type]
-    curves = [error_curve(scaled(ell), range(3, 8)) for ell in ell_by_type.values()]
+    units = [
+        sum(ns_step_flops(*matrix.shape) for matrix in registry if matrix.operator_type == kind)
+        for kind in ell_by_type
+    ]
+    curves = [error_curve(times_safety(ell), range(3, 8)) for ell in ell_by_type.values()]
     steps = least_error(curves, flop_budget(1.0, units, 5), units)
     pairs = zip(ell_by_type.items(), steps, strict=True)
-    return {kind: composed(ell, k) for (kind, ell), k in pairs}
+    return {kind: schedule_for(ell, k) for (kind, ell), k in pairs}
 
 
 def _ours(name: str, module: nn.Module, model: DecoderShape, options: argparse.Namespace) -> Muon:
     config = MuonConfig(ns_dtype=options.ns_dtype)
-    schedules = {kind: composed(1e-3, 5) for kind in ELL_BY_TYPE}
+    schedules = {kind: schedule_for(1e-3, 5) for kind in ELL_BY_TYPE}
     if name == "ours locked":
         schedules = within_flops(ELL_BY_TYPE, model.matrices())
     return Muon(
         param_groups(module),
         lr=1e-3,
         weight_decay=0.1,
-        schedule=TablePolicy(schedules),
+        schedule=Fixed(schedules),
         config=config,
     )
 

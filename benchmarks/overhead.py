@@ -24,11 +24,11 @@ import torch
 from torch import Tensor, nn
 
 from amo_dist import AMO, AMOConfig
-from amo_dist.engine.controller import trial_tensor
-from amo_dist.kernels.spectra import schedule_errors
+from amo_dist.engine.observe import coefficient_table
+from amo_dist.kernels.spectrum import distances
 from amo_dist.operators.groups import param_groups
-from amo_dist.schedule.amo import AMOPolicy
-from amo_dist.schedule.observation import Observed
+from amo_dist.schedule.polar_express import SAFETY
+from amo_dist.schedule.source import Amo
 from benchmarks.measure import CLOCKS, paired, report
 from benchmarks.shapes import ELL_BY_TYPE, MODELS, DecoderShape
 
@@ -156,28 +156,28 @@ def _transition(
     model: DecoderShape, settings: AMOConfig, now: Callable[[], float]
 ) -> tuple[float, list[float]]:
     """Plan from unequal types; seconds of the plan, and of each transition step's schedules."""
-    policy = AMOPolicy(settings)
-    groups, state = policy.groups(model.matrices()), policy.start()
-    types = {info.name: info.operator_type for info in groups.matrices}
-    ells = {name: ELL_BY_TYPE[types[name]] for name in policy.sample(state, groups, 1)}
-    tried = trial_tensor(policy.trials())
-    observed = {name: Observed(ell, *_errors(ell, *tried)) for name, ell in ells.items()}
-    state = policy.record(state, groups, 1, observed)
+    source = Amo(settings)
+    source.bind(model.matrices())
+    types = {info.name: info.operator_type for info in model.matrices()}
+    ells = {name: ELL_BY_TYPE[types[name]] for name in source.sample(1)}
+    table = coefficient_table(source.candidates())
+    observed = {name: [ell, 0.0, *_errors(ell, table)] for name, ell in ells.items()}
     start = now()
-    state = policy.adopt_plan(state, groups, policy.make_plan(state, groups))
+    source.record(1, observed)
     plan_seconds = now() - start
     steps = range(2, 2 + settings.transition_steps)
 
     def run(step: int) -> None:
-        policy.digest(state, groups, step)
+        for schedule in source.schedules(step).values():
+            schedule.digest()
 
     return plan_seconds, [_timed(lambda step=step: run(step), now) for step in steps]
 
 
-def _errors(ell: float, coefficients: Tensor, norm_scale: float) -> list[list[float]]:
-    """Residuals and distances of all trials on a spectrum that falls evenly in logarithms."""
+def _errors(ell: float, table: Tensor) -> list[float]:
+    """Errors of all candidates on a spectrum that falls evenly in logarithms."""
     sigma = torch.logspace(math.log10(ell), -1, 64, dtype=torch.float64)
-    return schedule_errors(sigma / norm_scale, coefficients).tolist()
+    return distances(sigma / SAFETY, table).tolist()
 
 
 if __name__ == "__main__":

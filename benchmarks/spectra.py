@@ -1,9 +1,9 @@
-"""One observation: all singular values and the errors of trial schedules, their exactness and time.
+"""One observation: singular values and the errors of trial schedules, their exactness and time.
 
 ``python -m benchmarks.spectra`` first lists errors on hard spectra, then times one observation of
-Qwen3-1.7B, with 205 trial schedules, against its smallest singular values alone and against
-``svdvals`` in float32, on the same matrices in the same rounds: one matrix of each distinct shape,
-weighted to the 56 of an observation (``--full`` runs all 56).
+Qwen3-1.7B, with 205 trial schedules, against ``svdvals`` in float32, on the same matrices in the
+same rounds: one matrix of each distinct shape, weighted to the 56 of an observation (``--full``
+runs all 56).
 
 ``--dtypes`` lists instead how far results of Newton-Schulz, as they arrive, are from those of the
 same schedule in float64, by ``ns_dtype`` and ``wire_dtype``. ``--study DIR`` adds momentum spectra
@@ -23,17 +23,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from amo_dist.kernels.geometry import SPECTRAL_METRICS, spectral_metrics
 from amo_dist.kernels.newton_schulz import orthogonalize
-from amo_dist.kernels.sigma_min import sigma_min
-from amo_dist.kernels.spectra import (
-    DEFAULT_TAU,
-    ell_and_spectrum,
-    no_geometry,
-    observe,
-    schedule_errors,
-    validate,
-)
+from amo_dist.kernels.spectrum import distances
+from amo_dist.kernels.spectrum import spectrum as measured_spectrum
 from amo_dist.schedule.polar_express import compose
 from benchmarks.measure import paired, ratio, report
 from benchmarks.shapes import MODELS
@@ -122,7 +114,6 @@ def spectrum(kind: str, m: int, kappa: float) -> Tensor:
 
 
 METHODS: dict[str, Callable[[Tensor], float]] = {
-    "sigma_min": lambda x: sigma_min(x).item(),
     "svd float64": lambda x: torch.linalg.svdvals(x)[-1].item(),
     "svd float32": lambda x: torch.linalg.svdvals(x.float())[-1].item(),
 }
@@ -136,15 +127,13 @@ def measure_errors(shape: tuple[int, int], kind: str, kappa: float) -> dict[str,
     """
     sigma = spectrum(kind, shape[0], kappa)
     x = with_spectrum(sigma, shape[1])
-    ell, errors = observe(x, trials(), NORM_SCALE)
+    ell, values, _ = measured_spectrum(x)
     exact = torch.linalg.svdvals(x)
-    expected = schedule_errors(exact / (NORM_SCALE * torch.linalg.vector_norm(exact)), trials())
+    unit = exact / torch.linalg.vector_norm(exact)
+    own, reference = (distances(one / NORM_SCALE, trials()).sqrt() for one in (values, unit))
     row: dict[str, object] = {"shape": f"{shape[0]}x{shape[1]}", "spectrum": kind, "kappa": kappa}
-    for name, own, reference in zip(
-        ("residual", "distance"), errors.sqrt(), expected.sqrt(), strict=True
-    ):
-        beyond = ((own - reference).abs() - ROUNDING).clamp(min=0)
-        row[name] = 2 * (beyond / reference).max().item()  # of the square
+    beyond = ((own - reference).abs() - ROUNDING).clamp(min=0)
+    row["distance"] = 2 * (beyond / reference).max().item()  # of the square
     if kind == "deficient":
         return row | dict.fromkeys(("ell", *METHODS), math.nan)
     row["ell"] = abs(ell.item() * torch.linalg.vector_norm(sigma).item() * kappa - 1)
@@ -195,15 +184,13 @@ def measure_dtypes(study: Path | None) -> list[dict[str, object]]:
     ]
 
 
-def _smallest_only(x: Tensor) -> Tensor:
-    """``ell`` by factors of the matrix, without its other singular values."""
-    x = x.double()
-    return sigma_min(x) / torch.linalg.vector_norm(x)
+def observe(x: Tensor) -> Tensor:
+    """The errors of all trial schedules, as an observation measures them."""
+    return distances(measured_spectrum(x)[1] / NORM_SCALE, trials())
 
 
 CONTENDERS: dict[str, Callable[[Tensor], Tensor]] = {
-    "observe": lambda x: observe(x, trials(), NORM_SCALE),
-    "sigma_min": _smallest_only,
+    "observe": observe,
     "svdvals float32": torch.linalg.svdvals,
 }
 
@@ -213,43 +200,19 @@ def _repeat(run: Callable[[Tensor], object], x: Tensor, times: int) -> None:
         run(x)
 
 
-@torch.no_grad()
-def ell(x: Tensor, *, tau: float = DEFAULT_TAU) -> Tensor:
-    """The control signal ``max(sigma_min, tau) / ||x||_F``.
-
-    Reading of tau: an absolute clamp, in the unit of ``x`` (the AMO paper, main text). Right to
-    1e-3 relative up to a condition number of 1e9, far beyond what float32 entries carry, at a
-    fraction of the time of a singular value decomposition; a batch is its loop.
-
-    Args:
-        x: Momentum matrices, shape ``(..., m, n)``, float32 or float64.
-        tau: Least singular value told apart from zero.
-
-    Returns:
-        Float64, shape ``(...)``, in (0, 1]; NaN where there is no geometry (see the module): with
-        ``sigma_max <= tau`` the clamp would answer above one for a matrix that is hardest.
-
-    Raises:
-        ValueError: fewer than two dims or a dtype that is not floating.
-    """
-    validate(x)
-    if x.numel() == 0:
-        return no_geometry(x)
-    matrices = x.reshape(-1, *x.shape[-2:]).unbind()
-    return torch.stack([ell_and_spectrum(matrix, tau)[0] for matrix in matrices]).view(x.shape[:-2])
-
-
-def ell_by_svd(x: Tensor, *, tau: float = DEFAULT_TAU) -> Tensor:
-    """``ell`` of one matrix from all of its singular values: the slow twin.
+def ell_by_svd(x: Tensor, *, tau: float = 1e-10) -> Tensor:
+    """``max(sigma_min, tau) / ||x||_F`` of one matrix by a decomposition: the slow twin.
 
     Args:
         x: Momentum matrix, ``(m, n)``, float32 or float64.
         tau: Least singular value told apart from zero.
 
     Returns:
-        ``ell``, float64, 0-dim.
+        ``ell``, float64, 0-dim; NaN without a singular value above ``tau``.
     """
-    return spectral_metrics(x, tau=tau)[SPECTRAL_METRICS.index("ell")].to(x.device)
+    sigma = torch.linalg.svdvals(x.double())
+    ell = (sigma[-1].clamp(min=tau) / torch.linalg.vector_norm(sigma)).clamp(max=1.0)
+    return torch.where(sigma[0] > tau, ell, math.nan)
 
 
 def measure_times(options: argparse.Namespace) -> list[dict[str, object]]:
@@ -277,7 +240,8 @@ def measure_times(options: argparse.Namespace) -> list[dict[str, object]]:
         row: dict[str, object] = {"shape": f"{m}x{n}", "matrices": count}
         row |= {f"{name} ms": 1e3 * median for name, median in medians.items()}
         row |= {f"of {name}": ratio(seconds, "observe", name) for name in list(CONTENDERS)[1:]}
-        rows.append(row | {"ell": (value := ell(x).item()), "error": abs(value / exact - 1)})
+        ell = measured_spectrum(x)[0].item()
+        rows.append(row | {"ell": ell, "error": abs(ell / exact - 1)})
     total: dict[str, object] = {"shape": "observation", "matrices": sum(counts.values())}
     total |= {f"{name} ms": 1e3 * seconds for name, seconds in totals.items()}
     total |= {f"of {name}": totals["observe"] / totals[name] for name in list(CONTENDERS)[1:]}

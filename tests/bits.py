@@ -48,8 +48,7 @@ CONTROL_FIELDS = {
     "steps_skipped": (),
     "observations": ("step", "ell", "num_sampled", "num_invalid"),
     "plan": (
-        *("operator_types", "ell_robust", "ell_target", "allocation", "objective"),
-        *("base_steps", "base_ell", "planner", "budget_unit", "budget"),
+        *("operator_types", "allocation", "base_steps", "base_ell", "planner", "budget"),
         *("min_steps", "max_steps", "costs", "curves"),
     ),
     "fits": ("triple", "objective", "calibration"),

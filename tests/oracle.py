@@ -19,7 +19,7 @@ from torch import Tensor
 
 from amo_dist.config import AMOConfig, MuonConfig
 from amo_dist.kernels.newton_schulz import orthogonalize
-from amo_dist.kernels.spectra import observe
+from amo_dist.kernels.spectrum import distances, spectrum
 from amo_dist.schedule.polar_express import compose, simulate
 from amo_dist.schedule.types import Schedule
 
@@ -174,8 +174,9 @@ class Oracle:
         by_type: dict[str, list[list[float]]] = {}
         for name in sorted(sampled):
             exact = config.update_norm == "exact"
-            ell, errors = observe(sampled[name], table, SAFETY, exact_norm=exact)
-            row = [self._weight(name), ell.item(), *errors[1].tolist()]
+            ell, sigma, _ = spectrum(sampled[name])
+            errors = distances(sigma / SAFETY, table, exact_norm=exact)
+            row = [self._weight(name), ell.item(), *errors.tolist()]
             by_type.setdefault(self.types[name], []).append(row)
         self.observations.append(
             {kind: statistics.median(v[1] / SAFETY for v in rows) for kind, rows in by_type.items()}

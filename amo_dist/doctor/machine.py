@@ -15,8 +15,8 @@ import torch.distributed as dist
 from amo_dist.doctor.examination import Check
 from amo_dist.doctor.site import Fault, Site, name_ranks
 from amo_dist.kernels.newton_schulz import orthogonalize
-from amo_dist.kernels.spectra import observe
-from amo_dist.schedule.polar_express import composed
+from amo_dist.kernels.spectrum import spectrum
+from amo_dist.schedule.polar_express import schedule_for
 
 DIFFERENCE = 0.05
 """Relative difference of a result in bfloat16: five steps lift roundings of 2^-9 to 0.01."""
@@ -64,11 +64,10 @@ def arithmetic(site: Site) -> dict[str, float]:
     full = torch.randn(m, n, generator=generator, device="cpu")
     decay = torch.logspace(0, -4, m, device="cpu").unsqueeze(-1)
     cases = {"normal": full, "low rank": full[:, : m // 4] @ full[: m // 4], "graded": full * decay}
-    coefficients = composed(1e-3, 5).coefficients
-    trials = torch.tensor([coefficients], dtype=torch.float64, device="cpu")
+    coefficients = schedule_for(1e-3, 5).coefficients
     for name, matrix in cases.items():
-        ell = observe(matrix, trials, 1.01)[0].item()
-        observed = observe(matrix.to(site.device), trials.to(site.device), 1.01)[0].item()
+        ell = spectrum(matrix)[0].item()
+        observed = spectrum(matrix.to(site.device))[0].item()
         if not abs(observed - ell) <= ELL_ERROR * ell + NOISE * (ell < NOISE):
             raise Fault(f"{name}: ell: found {observed:.6g}, expected {ell:.6g}")
     expected = orthogonalize(full, coefficients, dtype=torch.float32)

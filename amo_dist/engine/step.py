@@ -65,7 +65,7 @@ from amo_dist.kernels.elementwise import (
 from amo_dist.kernels.newton_schulz import EXACT_NORM_BOUND, orthogonalize, scale_to_exact_norm
 from amo_dist.kernels.quack import library
 from amo_dist.kernels.rounding import ROUNDED_OFF, master_weight
-from amo_dist.schedule.budget import ns_step_flops
+from amo_dist.schedule.allocate import ns_step_flops
 from amo_dist.schedule.types import Schedule
 
 Groups: TypeAlias = Sequence[Mapping[str, Any]]

@@ -8,9 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from amo_dist.config import AMOConfig
-from amo_dist.distributed.ranks import GroupLike
 from amo_dist.optimizers.muon import Muon, check_config
-from amo_dist.schedule.amo import AMOPolicy
+from amo_dist.schedule.source import Amo
 
 logger = logging.getLogger(__name__)
 
@@ -20,32 +19,25 @@ class AMO(Muon):
 
     Args:
         params: Groups from `amo_dist.param_groups`.
-        lr: Learning rate of all groups.
-        weight_decay: Decoupled weight decay.
+        lr: Argument of `Muon`.
+        weight_decay: Argument of `Muon`.
         config: Settings of `Muon`, and of observation and plan.
-        betas: Betas of AdamW.
-        eps: Epsilon of AdamW.
-        process_group: Argument of `Muon`.
-        allow_no_matrices: Argument of `Muon`.
         num_steps: Optimizer steps of the run; AMO warns if the run ends before the plan is locked.
-        unknown: Unknown keywords, which are refused; for a setting of ``config`` the error has the
-            line to write.
+        options: Other arguments of `Muon`, but for ``schedule``.
     """
 
     def __init__(
         self,
         params: Any,
-        lr: float | Tensor = 1e-3,
-        weight_decay: float = 0.1,
+        lr: float | Tensor | None = None,
+        weight_decay: float | None = None,
         *,
         config: AMOConfig | None = None,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
-        process_group: GroupLike = None,
-        allow_no_matrices: bool = False,
         num_steps: int | None = None,
-        **unknown: Any,
+        **options: Any,
     ) -> None:
+        if "schedule" in options:
+            raise TypeError("AMO makes its own schedules: leave schedule out, or use Muon")
         settings = check_config(config, AMOConfig)
         if num_steps is not None and num_steps < settings.lock_step and not settings.observe_only:
             logger.warning(
@@ -54,14 +46,5 @@ class AMO(Muon):
                 *(settings.lock_step, num_steps, num_steps),
             )
         super().__init__(
-            params,
-            lr,
-            weight_decay,
-            schedule=AMOPolicy(settings),
-            config=settings,
-            betas=betas,
-            eps=eps,
-            process_group=process_group,
-            allow_no_matrices=allow_no_matrices,
-            **unknown,
+            params, lr, weight_decay, schedule=Amo(settings), config=settings, **options
         )

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import hashlib
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,12 +27,18 @@ from amo_dist.distributed.ranks import (
     failure_text,
     replica_ranks,
 )
-from amo_dist.engine.controller import Controller
 from amo_dist.engine.hyperparameters import (
     check_groups,
     check_hyperparameters,
     check_keys,
     describe_group,
+)
+from amo_dist.engine.observe import (
+    GUARD_BOUND,
+    agree_on_values,
+    coefficient_table,
+    matrix_to_check,
+    measure_spectrum,
 )
 from amo_dist.engine.parameters import (
     Parameters,
@@ -41,15 +49,17 @@ from amo_dist.engine.parameters import (
 )
 from amo_dist.engine.rule import UpdateRule
 from amo_dist.engine.staging import device_of_matrices
-from amo_dist.engine.step import Engine
+from amo_dist.engine.step import Engine, Orders, Probe
 from amo_dist.engine.world import World, agree_on_world
+from amo_dist.kernels.spectrum import ns_residual
 from amo_dist.operators.patterns import format_patterns
-from amo_dist.schedule.observation import Observation
 from amo_dist.schedule.plan import Plan
-from amo_dist.schedule.policies import Control, Policy, as_policy
+from amo_dist.schedule.polar_express import SAFETY
+from amo_dist.schedule.source import Observation, Source, as_source
 from amo_dist.schedule.types import Schedule
 from amo_dist.state import control as controls
 from amo_dist.state import load
+from amo_dist.state.control import ScheduleState
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +70,20 @@ _DEFAULTS: Mapping[str, Any] = MappingProxyType(
     {"lr": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
 )
 """Defaults of the optimizer's own hyperparameters; a rule may have others."""
+
+
+class _Decision(NamedTuple):
+    """Schedules of a version of the source.
+
+    Attributes:
+        version: Version of the source.
+        schedules: Schedule of each matrix of this process.
+        digest: Digest of the source's state and of the schedules of all matrices.
+    """
+
+    version: int
+    schedules: Sequence[Schedule]
+    digest: str
 
 
 class Muon(torch.optim.Optimizer):
@@ -96,7 +120,7 @@ class Muon(torch.optim.Optimizer):
         lr: Learning rate of groups that do not name their own, 1e-3 by default; ``lr_multiplier``
             of a group multiplies it.
         weight_decay: Decoupled weight decay of groups that do not name their own, 0.1 by default.
-        schedule: A name such as ``kj``, a `Schedule`, one for each operator type, or a `Policy`.
+        schedule: A name such as ``kj``, a `Schedule`, one for each operator type, or a `Source`.
         config: Mathematics, exchange and checks.
         betas: Betas of AdamW, (0.9, 0.95) by default.
         eps: Epsilon of AdamW, 1e-8 by default.
@@ -124,7 +148,7 @@ class Muon(torch.optim.Optimizer):
         lr: float | Tensor | None = None,
         weight_decay: float | None = None,
         *,
-        schedule: str | Schedule | Mapping[str, Schedule] | Policy = "kj",
+        schedule: str | Schedule | Mapping[str, Schedule] | Source = "kj",
         config: MuonConfig | None = None,
         betas: tuple[float, float] | None = None,
         eps: float | None = None,
@@ -136,10 +160,8 @@ class Muon(torch.optim.Optimizer):
         if unknown := sorted(set(own) - set(self.rule_class.defaults)):
             text = f"{type(self).__name__} got unexpected keyword arguments {unknown}"
             raise TypeError(text + _remedy({name: own[name] for name in unknown}, config))
-        policy = as_policy(schedule)
+        source = as_source(schedule)
         groups, structure = split_groups(params, replica_ranks(process_group))
-        if allow_no_matrices and not any(structure.views) and not policy.is_fixed:
-            policy = as_policy("kj")  # there is nothing to observe or to fit
         arguments = {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps}
         defaults = {**_DEFAULTS, **self.rule_class.defaults, **own}
         defaults |= {name: value for name, value in arguments.items() if value is not None}
@@ -154,7 +176,7 @@ class Muon(torch.optim.Optimizer):
         self._structure, self._allow_no_matrices = structure, allow_no_matrices
         self._process_group, self._stopwatch = process_group, _Stopwatch()
         self._dtypes = config.ns_dtype, config.wire_dtype
-        self._assemble(Control(0, 0, config, policy, policy.start()))
+        self._assemble(ScheduleState(config, copy.copy(source)))
         check_keys(self.param_groups, self.rule_class.defaults)
         self._check_groups(self.param_groups)
         check_float16_eps(self._engine.parameters, self.param_groups)
@@ -162,11 +184,11 @@ class Muon(torch.optim.Optimizer):
             self._check_matrices(len(self._engine.parameters.matrices))
         self._engine.make_state()
 
-    def _assemble(self, control: Control, parameters: Parameters | None = None) -> None:
-        """Make the engine and the controller, which go on from a control state."""
+    def _assemble(self, state: ScheduleState, parameters: Parameters | None = None) -> None:
+        """Make the engine, which goes on from a state of schedules."""
         parameters = parameters or lay_out(self.param_groups, self._structure)
         device = device_of_matrices(parameters.tensors, parameters.device)
-        config = control.config.on_device(device.type)
+        config = state.config.on_device(device.type)
         self.defaults |= {"momentum": config.momentum, "nesterov": config.nesterov}
         self._engine = Engine(
             parameters,
@@ -176,7 +198,10 @@ class Muon(torch.optim.Optimizer):
             config,
             self._process_group,
         )
-        self._controller = Controller(dataclasses.replace(control, config=config))
+        state = dataclasses.replace(state, config=config)
+        self._schedule_state = self._state_before = state
+        self._decision: _Decision | None = None
+        self._residual = self._observe_seconds = 0.0
 
     def _check_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
         rule = self._engine.rule
@@ -245,22 +270,155 @@ class Muon(torch.optim.Optimizer):
             fault = error
         if self._engine.world is None:
             self._connect(fault)
-        engine, controller = self._engine, self._controller
+        engine = self._engine
         assert engine.ballots is not None
-        controller.settle(engine.ballots)
-        controller.plan_late(engine.ballots)
-        orders = controller.orders(engine.parameters.matrices)
+        self._read_verdict()
+        orders = self._orders()
         verdict = engine.agree(orders, fault)
         if verdict.is_idle:
             return
         if verdict.reason:
-            controller.skipped(orders.step, verdict.reason)
+            self._count_skipped(orders.step, verdict.reason)
         else:
             engine.run(orders, verdict)
-        controller.finish(orders)
+        self._schedule_state = dataclasses.replace(self._schedule_state, steps_taken=orders.step)
+        for probe in orders.probes:
+            probe.finish(orders.step)
         if orders.probes:
             # A failed measurement is raised now: this step waits anyway, and a save may follow.
             engine.ballots.vote_on_text(f"the end of step {orders.step}")
+
+    def _read_verdict(self) -> None:
+        """Read the verdict of the last step, if nobody has read it.
+
+        Raises:
+            As `Ballots.read_verdict`, for that step, which then counts as not taken.
+        """
+        ballots = self._engine.ballots
+        if ballots is None:
+            return
+        try:
+            reason = ballots.read_verdict()
+        except Exception:
+            self._schedule_state = self._state_before
+            raise
+        if reason:
+            self._count_skipped(self.num_steps_taken, reason)
+
+    def _count_skipped(self, step: int, reason: str) -> None:
+        state = self._schedule_state
+        self._schedule_state = dataclasses.replace(state, steps_skipped=state.steps_skipped + 1)
+        logger.warning("step %d skipped: %s", step, reason)
+
+    def _orders(self) -> Orders:
+        """The orders of the coming step; what they hold is made anew where schedules change."""
+        state, decision, world = self._schedule_state, self._decision, self.world
+        assert world is not None
+        source, step = state.source, state.steps_taken + 1
+        version, sample = source.version(step), source.sample(step)
+        if decision is None or decision.version != version:
+            by_key = source.schedules(step)
+            infos = {info.name: info for info in world.registry}
+            matrices = self._engine.parameters.matrices
+            schedules = [by_key[source.key(infos[matrix.name])] for matrix in matrices]
+            digests = {key: schedule.digest() for key, schedule in by_key.items()}
+            text = controls.to_text({"schedules": digests, "source": source.state()})
+            digest = hashlib.sha256(text.encode()).hexdigest()
+            decision = self._decision = _Decision(version, schedules, digest)
+        # The transition changes costs at each step, and a new assignment waits for all ranks.
+        has_fixed_owners = (
+            self.config.ownership == "round_robin" or source.phase(step) == "transition"
+        )
+        every, probes = self.config.ns_guard_every, list[Probe]()
+        turn = step // every if every and step % every == 0 else 0
+        if sample:
+            probes.append(self._observation(sample))
+        if turn and (name := matrix_to_check(world.registry, turn)) is not None:
+            probes.append(self._guard(name))
+        # Set now and not after the step, which may raise.
+        self._state_before = state
+        return Orders(
+            step,
+            decision.schedules,
+            owner_epoch=0 if has_fixed_owners else version,
+            fingerprint=[
+                f"step {step}",
+                f"schedules and state {decision.digest}",
+                f"observed {list(sample)}",
+            ],
+            turn=turn,
+            probes=tuple(probes),
+        )
+
+    def _observation(self, names: Sequence[str]) -> Probe:
+        """The measurement of the spectra of sampled matrices."""
+        candidates = self.source.candidates()
+        table, is_exact = coefficient_table(candidates), self.config.update_norm == "exact"
+        measured: dict[str, Tensor] = {}
+        self._observe_seconds = 0.0
+
+        def measure(name: str, momentum: Tensor, result: Callable[[], Tensor]) -> None:
+            start = time.perf_counter()
+            with torch.profiler.record_function("amo::observe"):
+                measured[name] = measure_spectrum(momentum, table, SAFETY, exact_norm=is_exact)
+            self._observe_seconds += time.perf_counter() - start
+
+        def finish(step: int) -> None:
+            assert self.world is not None
+            with torch.profiler.record_function("amo::observe"):
+                observed = agree_on_values(measured, names, self.world, 2 + len(candidates))
+            self._record(step, observed)
+
+        return Probe(frozenset(names), measure, finish)
+
+    def _record(self, step: int, observed: Mapping[str, Sequence[float]]) -> None:
+        """Hand an observation to the source, which plans at the last one; each rank by itself."""
+        state, ballots = self._schedule_state, self._engine.ballots
+        assert self.world is not None
+        assert ballots is not None
+        source = copy.copy(state.source)
+        try:
+            remarks = source.record(step, observed)
+        except Exception as error:
+            ballots.report_failure(f"step {step}: recording an observation", error)
+            return
+        self._schedule_state, self._decision = dataclasses.replace(state, source=source), None
+        if not self.world.leads:
+            return
+        if self.plan is not None:
+            logger.info("the plan, beside the uniform schedule:\n%s", self.plan)
+        for line in remarks:
+            logger.warning("%s", line)
+
+    def _guard(self, name: str) -> Probe:
+        """The measurement of the residual of one matrix."""
+        residuals: dict[str, Tensor] = {}
+
+        def measure(name: str, momentum: Tensor, result: Callable[[], Tensor]) -> None:
+            with torch.profiler.record_function("amo::residual"):
+                update = result()
+                # A matrix without a gradient is zero, and its residual says nothing.
+                is_zero = ~(update != 0).any()
+                residuals[name] = ns_residual(update).masked_fill(is_zero, math.nan)
+
+        def finish(step: int) -> None:
+            assert self.world is not None
+            ((residual,),) = agree_on_values(residuals, [name], self.world).values()
+            self._residual = 0.0 if math.isnan(residual) else residual
+            if residual > GUARD_BOUND:
+                info = next(one for one in self.world.registry if one.name == name)
+                schedule = self.source.schedules(step)[self.source.key(info)]
+                triples = " ".join(
+                    f"({a:.4g}, {b:.4g}, {c:.4g})" for a, b, c in schedule.coefficients
+                )
+                logger.warning(
+                    "step %d: %s, of type %s, is left with a Newton-Schulz residual of %.4g, above "
+                    "%g, by the %d steps %s (preconditioner %s, norm_scale %g)",
+                    *(step, name, info.operator_type, residual, GUARD_BOUND),
+                    *(schedule.num_steps, triples, schedule.preconditioner, schedule.norm_scale),
+                )
+
+        return Probe(frozenset([name]), measure, finish)
 
     def _connect(self, fault: ValueError | None) -> None:
         """Agree with all ranks on the structure; once, at the first step."""
@@ -271,7 +429,7 @@ class Muon(torch.optim.Optimizer):
         values = {
             **self.config.to_dict(),
             "optimizer": type(self).__name__,
-            "policy": self.policy.name,
+            "source": self.source.name,
         }
         lines = [f"{key} = {json.dumps(value)}" for key, value in sorted(values.items())]
         group = membership.join(engine.device)
@@ -297,7 +455,11 @@ class Muon(torch.optim.Optimizer):
                 "dist.group.WORLD in %s(...), and each matrix is orthogonalized once",
                 *(len(world.ranks), type(self).__name__),
             )
-        self._controller.connect(world, is_new=True)
+        state = self._schedule_state
+        source = copy.copy(state.source)
+        with self.raise_on_all_ranks("the schedules of these matrices"):
+            source.bind(world.registry)
+        self._schedule_state = dataclasses.replace(state, source=source)
         # Only now: after an error above all of it is done again.
         engine.connect(world)
 
@@ -326,11 +488,11 @@ class Muon(torch.optim.Optimizer):
                 "first, then load and step"
             )
         self.state.clear()
-        control = self._control()
+        state = self._state_to_save()
         # The others may lie on another device, where other dtypes are in force.
         ns_dtype, wire_dtype = self._dtypes
-        config = dataclasses.replace(control.config, ns_dtype=ns_dtype, wire_dtype=wire_dtype)
-        self._assemble(dataclasses.replace(control, config=config))
+        config = dataclasses.replace(state.config, ns_dtype=ns_dtype, wire_dtype=wire_dtype)
+        self._assemble(dataclasses.replace(state, config=config))
         check_float16_eps(self._engine.parameters, self.param_groups)
         self._engine.make_state()
 
@@ -393,7 +555,7 @@ class Muon(torch.optim.Optimizer):
             RuntimeError: On every rank, where the last step has failed on one.
         """
         ballots = self._engine.ballots
-        self._controller.settle(ballots)
+        self._read_verdict()
         if ballots is not None:
             ballots.vote_on_text("the last update", with_updates=True)
 
@@ -402,22 +564,22 @@ class Muon(torch.optim.Optimizer):
     @property
     def config(self) -> MuonConfig:
         """The settings in force."""
-        return self._controller.config
+        return self._schedule_state.config
 
     @property
-    def policy(self) -> Policy:
-        """Rule that gives each step its schedules."""
-        return self._controller.policy
+    def source(self) -> Source:
+        """Source of the schedules of each step."""
+        return self._schedule_state.source
 
     @property
     def plan(self) -> Plan | None:
         """The plan in force, if any."""
-        return getattr(self._controller.state, "plan", None)
+        return getattr(self.source, "plan", None)
 
     @property
     def observations(self) -> tuple[Observation, ...]:
         """Observations of the plan, or toward it, in the order of steps."""
-        return tuple(getattr(self._controller.state, "observations", ()))
+        return tuple(getattr(self.source, "observations", ()))
 
     @property
     def world(self) -> World | None:
@@ -438,7 +600,7 @@ class Muon(torch.optim.Optimizer):
     @property
     def num_steps_taken(self) -> int:
         """Optimizer steps so far, skipped ones included."""
-        return self._controller.control.steps_taken
+        return self._schedule_state.steps_taken
 
     @property
     def phase(self) -> str:
@@ -447,34 +609,34 @@ class Muon(torch.optim.Optimizer):
 
     def phase_at(self, step: int) -> str:
         """Phase of a step, by what is known now."""
-        return self.policy.phase(self._controller.state, step)
+        return self.source.phase(step)
 
-    def schedules_by_group(self, step: int) -> Mapping[str, Schedule]:
-        """The schedule of each group of matrices at an optimizer step, counted from 1.
+    def schedules_by_type(self, step: int) -> Mapping[str, Schedule]:
+        """The schedule of each operator type (of `ROOT`: shape) at a step, counted from 1.
 
         Raises:
             ValueError: Before the first step, when no rank knows all matrices, or for a step whose
                 schedule is not known yet.
         """
-        return self._controller.schedules(step)
-
-    def group_of(self, name: str) -> str:
-        """The group of a matrix: matrices of one group share a schedule."""
-        return self._controller.known_groups.group_of[name]
+        if self.world is None:
+            raise ValueError(
+                "schedules_by_type: found a call before the first step, expected one after it: the "
+                "ranks learn of all matrices then"
+            )
+        return self.source.schedules(step)
 
     def metrics(self) -> dict[str, float]:
         """Plain numbers for a logger, about the last step taken."""
-        controller, values = self._controller, dict[str, float]()
+        values: dict[str, float] = {}
         if self.world is not None:
             step = max(self.num_steps_taken, 1)
-            values = self.policy.metrics(controller.state, controller.known_groups, step)
-            values = {**values, **self._engine.metrics()}
+            values = {**self.source.metrics(step), **self._engine.metrics()}
         return {
             **values,
-            "newton_schulz/residual": controller.residual,
-            "optimizer/steps_skipped": float(controller.control.steps_skipped),
+            "newton_schulz/residual": self._residual,
+            "optimizer/steps_skipped": float(self._schedule_state.steps_skipped),
             "optimizer/seconds": self._stopwatch.seconds(),
-            "optimizer/observe_seconds": controller.observe_seconds,
+            "optimizer/observe_seconds": self._observe_seconds,
         }
 
     def sent_bytes_by_peer(self) -> dict[int, int]:
@@ -490,14 +652,16 @@ class Muon(torch.optim.Optimizer):
         changed nothing, or left out an update on this rank, is logged. See `check_last_update`.
         """
         self._adopt_swapped_parameters()
-        return controls.control_record(self._control())
+        return controls.control_record(self._state_to_save())
 
-    def _control(self) -> Control:
-        """Control state of a copy, and of what is saved."""
-        ballots = self._engine.ballots
-        return self._controller.control_after(
-            "taken" if ballots is None else ballots.last_outcome()
-        )
+    def _state_to_save(self) -> ScheduleState:
+        """The state of schedules for a checkpoint, or for a copy."""
+        ballots, state = self._engine.ballots, self._schedule_state
+        outcome = "taken" if ballots is None else ballots.last_outcome()
+        if outcome == "undone":
+            return self._state_before
+        skipped = state.steps_skipped + (outcome == "skipped")
+        return dataclasses.replace(state, steps_skipped=skipped)
 
     @torch.inference_mode(False)
     def load_control_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -511,18 +675,16 @@ class Muon(torch.optim.Optimizer):
         self._adopt_swapped_parameters()
         self._go_on_from(self._restored(state))
 
-    def _restored(self, state: Mapping[str, Any]) -> Control:
-        """Control state from `control_state_dict`'s values, after all checks; changes nothing."""
-        groups = self._controller.groups
-        control = controls.restore(state, self.config, self.policy, groups)
-        self.rule_class(control.config)  # refuses settings
-        return control
+    def _restored(self, record: Mapping[str, Any]) -> ScheduleState:
+        """A state from `control_state_dict`'s values, after all checks; changes nothing."""
+        state = controls.restore(record, self._schedule_state)
+        self.rule_class(state.config)  # refuses settings
+        return state
 
-    def _go_on_from(self, control: Control) -> None:
+    def _go_on_from(self, state: ScheduleState) -> None:
         engine = self._engine
-        self._assemble(control, engine.parameters)
+        self._assemble(state, engine.parameters)
         if engine.world is not None:
-            self._controller.connect(engine.world, is_new=False)
             self._engine.connect(engine.world)
 
     def state_dict(self) -> dict[str, Any]:
@@ -553,11 +715,11 @@ class Muon(torch.optim.Optimizer):
         """
         with self.raise_on_all_ranks("load_state_dict"):
             loaded = load.read(self, self.params_by_name, self._structure.names, state_dict)
-            control = self._restored(loaded.control)
+            schedule_state = self._restored(loaded.control)
             # Last: state of another optimizer has been named by then.
             pairs = zip(self.param_groups, loaded.groups, strict=True)
             self._check_groups([{**own, **saved} for own, saved in pairs])
-        self._go_on_from(control)
+        self._go_on_from(schedule_state)
         loaded.fill(self)
 
     # ---------------------------------------------------------------- as PyTorch's optimizers
@@ -585,7 +747,7 @@ class Muon(torch.optim.Optimizer):
             "_dtypes": self._dtypes,
             "_allow_no_matrices": self._allow_no_matrices,
         }
-        kept |= {"_is_built": True, "_process_group": group, "control": self._control()}
+        kept |= {"_is_built": True, "_process_group": group, "control": self._state_to_save()}
         return {**super().__getstate__(), **kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

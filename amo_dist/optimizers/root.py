@@ -1,36 +1,32 @@
-"""ROOT: one Newton-Schulz triple per shape of matrix, fitted to the spectra of that shape.
+"""ROOT: one Newton-Schulz triple per shape of matrix, fitted to spectra of that shape.
 
 Source: ROOT, as set up in the AMO paper. ``(a, b, c)`` minimises ``mean((g^5(sigma) - 1)^2)`` with
-``g(x) = a x + b x^3 + c x^5`` over singular values, half measured and half random. Training repeats
-the triple five times, without safety scale and without preconditioning.
+``g(x) = a x + b x^3 + c x^5`` over singular values, half proxies of the geometry and half random.
+Training repeats the triple five times, without safety scale and without preconditioning.
 
-One rank fits and broadcasts before the first step, because least squares in floating point does not
-give the same bits on every machine. The triples are part of the saved state, so a resumed run keeps
-them.
+Every rank fits before the first step. Least squares in floating point does not give the same bits
+on every machine; the ballot of the step finds ranks that differ. The triples are part of the saved
+state, so a resumed run keeps them.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
-import json
 import math
 import random
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from amo_dist.config import Triple
+from amo_dist.config import MuonConfig, Triple, fail
 from amo_dist.optimizers.muon import Muon
-from amo_dist.schedule import fields
 from amo_dist.schedule.coefficients import named_schedule
-from amo_dist.schedule.grouping import Groups, collect
-from amo_dist.schedule.policies import Policy
+from amo_dist.schedule.source import Source
 from amo_dist.schedule.types import MatrixInfo, Schedule
 
 NUM_STEPS = 5
@@ -42,7 +38,59 @@ PROXY_ELLS = (1e-5, 1e-4, 1e-3, 1e-2)
 RANDOM_LEAST = 1e-3
 """Least of the independent singular values in the random half; the greatest is 1."""
 
-Spectra = tuple[tuple[float, ...], ...]
+
+class Root(Source):
+    """One schedule per shape ``(m, n)``: a fitted triple, five times."""
+
+    name = "root"
+
+    def __init__(self) -> None:
+        self._fits: Mapping[str, Mapping[str, Any]] = {}
+
+    def key(self, matrix: MatrixInfo) -> str:
+        """The shape, such as ``8x6``; a transposed one is another."""
+        return f"{matrix.shape[0]}x{matrix.shape[1]}"
+
+    def bind(self, registry: Sequence[MatrixInfo]) -> None:
+        """Fit every shape, unless fits were loaded."""
+        shapes = {self.key(matrix): matrix.shape for matrix in registry}
+        if not self._fits:
+            self._fits = {name: _record(shapes[name]) for name in sorted(shapes)}
+        if set(self._fits) != set(shapes):
+            fail("control.source.fits", sorted(self._fits), f"the shapes {sorted(shapes)}")
+
+    def schedules(self, step: int) -> Mapping[str, Schedule]:
+        """Schedules of all shapes, the same at every step."""
+        return {
+            name: Schedule((tuple(record["triple"]),) * NUM_STEPS, norm_scale=1.0)
+            for name, record in self._fits.items()
+        }
+
+    def state(self) -> dict[str, Any]:
+        """Triple, objective and digest of the calibration set, by shape."""
+        return {"name": self.name, "fits": dict(self._fits)}
+
+    def load(
+        self, state: Mapping[str, Any], config: MuonConfig, changed: Collection[str], step: int
+    ) -> None:
+        """See `Source.load`."""
+        if self._fits and state["fits"] and set(self._fits) != set(state["fits"]):
+            fail("control.source.fits", sorted(state["fits"]), f"the shapes {sorted(self._fits)}")
+        self._fits = state["fits"] or self._fits
+
+
+class ROOT(Muon):
+    """Muon whose coefficients are fitted to each shape of matrix; see `Root`.
+
+    Args:
+        params: Groups from `amo_dist.param_groups`.
+        options: Arguments of `Muon`, but for ``schedule``.
+    """
+
+    def __init__(self, params: Any, *args: Any, **options: Any) -> None:
+        if "schedule" in options:
+            raise TypeError("ROOT fits its own schedules: leave schedule out, or use Muon")
+        super().__init__(params, *args, schedule=Root(), **options)
 
 
 def objective(triple: Tensor | Triple, values: Tensor) -> Tensor:
@@ -60,42 +108,37 @@ def objective(triple: Tensor | Triple, values: Tensor) -> Tensor:
 
 
 @functools.lru_cache(maxsize=256)
-def calibration_set(shape: tuple[int, int], measured: Spectra = ()) -> Tensor:
+def calibration_set(shape: tuple[int, int]) -> Tensor:
     """Make the singular values of a fit: float64, shape ``(2 * NUM_VALUES,)``, read-only.
 
-    The measured half holds quantiles of the measured spectra, each over its Euclidean norm. Without
-    measurements geometric sequences stand in: ``min(m, n)`` values of norm 1 whose least is one of
-    ``PROXY_ELLS``, a range that covers the AMO paper's observations. The random half holds the
-    spectrum of a Gaussian matrix of this shape (quantiles of its Marchenko-Pastur law) and as many
-    independent values, log-uniform from ``RANDOM_LEAST`` to 1, which keep the iteration stable up
-    to a matrix of rank one. The AMO paper only says that one half is a geometry proxy and the other
-    random.
+    The first half holds quantiles of geometric sequences: ``min(m, n)`` values of norm 1 whose
+    least is one of ``PROXY_ELLS``, a range that covers the AMO paper's observations. The random
+    half holds the spectrum of a Gaussian matrix of this shape (quantiles of its Marchenko-Pastur
+    law) and as many independent values, log-uniform from ``RANDOM_LEAST`` to 1, which keep the
+    iteration stable up to a matrix of rank one. The AMO paper only says that one half is a geometry
+    proxy and the other random.
 
     Args:
         shape: ``(m, n)``.
-        measured: Singular values of momentum matrices of this shape, in any scale and order.
     """
     short, long = min(shape), max(shape)
-    spectra = measured or tuple(_geometric(short, ell) for ell in PROXY_ELLS)
-    count = -(-NUM_VALUES // len(spectra))
-    half = [value for spectrum in spectra for value in _quantiles(_unit(spectrum), count)]
+    count = NUM_VALUES // len(PROXY_ELLS)
+    half = [x for ell in PROXY_ELLS for x in _quantiles(_unit(_geometric(short, ell)), count)]
     gaussian = _marchenko_pastur(short, long, NUM_VALUES // 2)
     # The seed is the same for all shapes; Python keeps the sequence of random() across versions.
     generator = random.Random(0)
     log_uniform = [RANDOM_LEAST ** generator.random() for _ in range(NUM_VALUES // 2)]
-    values = [*half[:NUM_VALUES], *gaussian, *log_uniform]
-    return torch.tensor(values, dtype=torch.float64, device="cpu")
+    return torch.tensor([*half, *gaussian, *log_uniform], dtype=torch.float64, device="cpu")
 
 
 @functools.lru_cache(maxsize=256)
-def fit(shape: tuple[int, int], measured: Spectra = ()) -> Triple:
+def fit(shape: tuple[int, int]) -> Triple:
     """Fit the triple of a shape by L-BFGS in float64 from the ``kj`` triple; cached.
 
     Args:
         shape: ``(m, n)``.
-        measured: Argument of `calibration_set`.
     """
-    values = calibration_set(shape, measured)
+    values = calibration_set(shape)
     start = named_schedule("kj").schedule.coefficients[0]
     # A first step that is too long makes the polynomial overflow, so shorter ones follow.
     for first_step in (1.0, 0.1, 0.01):
@@ -105,6 +148,15 @@ def fit(shape: tuple[int, int], measured: Spectra = ()) -> Triple:
     return start
 
 
+def _record(shape: tuple[int, int]) -> dict[str, Any]:
+    triple, values = fit(shape), calibration_set(shape)
+    text = " ".join(value.hex() for value in values.tolist())
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    error = objective(triple, values).item()
+    return {"triple": list(triple), "objective": error, "calibration": digest}
+
+
+@torch.enable_grad()
 def _minimize(start: Triple, values: Tensor, first_step: float) -> Triple:
     triple = torch.tensor(start, dtype=torch.float64, device="cpu", requires_grad=True)
     optimizer = torch.optim.LBFGS(
@@ -123,7 +175,7 @@ def _minimize(start: Triple, values: Tensor, first_step: float) -> Triple:
         loss.backward()
         return loss
 
-    optimizer.step(closure)  # L-BFGS enables gradients itself
+    optimizer.step(closure)
     a, b, c = triple.tolist()
     return a, b, c
 
@@ -138,10 +190,10 @@ def _quantiles(values: Sequence[float], count: int) -> list[float]:
     return [ordered[(2 * i + 1) * len(ordered) // (2 * count)] for i in range(count)]
 
 
-def _geometric(size: int, ell: float) -> tuple[float, ...]:
+def _geometric(size: int, ell: float) -> list[float]:
     """Make a geometric sequence of norm 1 with the least value ``ell``, if that is possible."""
     if size == 1 or ell * math.sqrt(size) >= 1:
-        return (1 / math.sqrt(size),) * size
+        return [1 / math.sqrt(size)] * size
     low, high = 0.0, 2 * math.log(1 / ell)  # bounds on log(greatest / least)
     for _ in range(60):
         middle = (low + high) / 2
@@ -149,7 +201,7 @@ def _geometric(size: int, ell: float) -> tuple[float, ...]:
         exponent = 2 * middle / (size - 1)
         squares = math.expm1(size * exponent) / math.expm1(exponent)
         low, high = (middle, high) if squares * ell * ell < 1 else (low, middle)
-    return tuple(_unit([math.exp(low * i / (size - 1)) for i in range(size)]))
+    return _unit([math.exp(low * i / (size - 1)) for i in range(size)])
 
 
 def _marchenko_pastur(short: int, long: int, count: int) -> list[float]:
@@ -168,132 +220,3 @@ def _marchenko_pastur(short: int, long: int, count: int) -> list[float]:
     norm = math.sqrt(math.fsum(value * value for value in values) * short / count)
     # The law holds for large matrices; for a single row it exceeds 1, the greatest possible value.
     return [min(value / norm, 1.0) for value in values]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Fit(fields.Stored):
-    """Fitted triple of one shape, and its calibration."""
-
-    triple: tuple[fields.Float, fields.Float, fields.Float]
-    objective: fields.Float
-    """Objective at the triple."""
-    num_measured: fields.CountOrZero
-    """Number of measured spectra in the calibration set."""
-    calibration: fields.Name
-    """Digest of the calibration set."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Fits(fields.Stored):
-    """Fits of all shapes."""
-
-    fits: Mapping[str, Fit] | None = None
-    """Fit by shape, such as ``8x6``; None before the first step."""
-
-
-class RootPolicy(Policy):
-    """One schedule per shape: a fitted triple, five times.
-
-    The fits are this policy's plan: due before the first step, made on one rank, adopted by all.
-
-    Args:
-        spectra: Measured singular values by shape ``(m, n)``, one sequence per matrix.
-
-    Raises:
-        ValueError: A spectrum is empty or all zero, or has a value that is negative or not finite.
-    """
-
-    name = "root"
-    is_fixed = False
-
-    def __init__(
-        self, spectra: Mapping[tuple[int, int], Sequence[Sequence[float]]] | None = None
-    ) -> None:
-        self._spectra = {
-            shape: tuple(_check_spectrum(shape, spectrum) for spectrum in measured)
-            for shape, measured in (spectra or {}).items()
-        }
-
-    def groups(self, registry: Sequence[MatrixInfo]) -> Groups:
-        """Group matrices by shape ``(m, n)``; a transposed shape is another group."""
-        return collect(registry, lambda matrix: _shape_name(matrix.shape))
-
-    def start(self) -> Fits:
-        """Start without fits."""
-        return Fits()
-
-    def schedules(self, state: Fits, groups: Groups, step: int) -> Mapping[str, Schedule]:
-        """Schedules of all shapes, the same at every step."""
-        if state.fits is None:
-            fields.fail("step", step, "a fit before it")
-        return {
-            name: Schedule((fitted.triple,) * NUM_STEPS, norm_scale=1.0)
-            for name, fitted in state.fits.items()
-        }
-
-    def plan_due(self, state: Fits) -> bool:
-        """Whether no fit was made."""
-        return state.fits is None
-
-    def make_plan(self, state: Fits, groups: Groups) -> str:
-        """Fit every shape; returns the fits as JSON."""
-        fits: dict[str, Fit] = {}
-        for name, matrices in groups.members.items():
-            shape = matrices[0].shape
-            measured = self._spectra.get(shape, ())
-            triple, values = fit(shape, measured), calibration_set(shape, measured)
-            error = objective(triple, values).item()
-            text = " ".join(value.hex() for value in values.tolist())
-            digest = hashlib.sha256(text.encode()).hexdigest()
-            fits[name] = Fit(triple, error, len(measured), digest)
-        return json.dumps(Fits(fits).to_dict(), sort_keys=True)
-
-    def adopt_plan(self, state: Fits, groups: Groups, payload: str) -> Fits:
-        """Adopt the fits that one rank made; see `Policy.adopt_plan`."""
-        return self._read(fields.read_json("plan", payload), groups)
-
-    def _fields(self, state: Fits) -> dict[str, Any]:
-        return state.to_dict()
-
-    def _read(self, values: Mapping[str, Any], groups: Groups | None) -> Fits:
-        """Read saved fits, which hold even if this run has other spectra."""
-        state = Fits.from_dict(values, "state")
-        if groups is not None and state.fits is not None and set(state.fits) != set(groups.members):
-            fields.fail("fits", sorted(state.fits), f"the shapes {sorted(groups.members)}")
-        return state
-
-
-def _shape_name(shape: tuple[int, int]) -> str:
-    return f"{shape[0]}x{shape[1]}"
-
-
-def _check_spectrum(shape: tuple[int, int], spectrum: Sequence[float]) -> tuple[float, ...]:
-    values = tuple(map(float, spectrum))
-    if not any(values) or not all(0 <= value < math.inf for value in values):
-        expected = "finite numbers >= 0, not all of them zero"
-        fields.fail(f"spectra[{_shape_name(shape)}]", values, expected)
-    return values
-
-
-class ROOT(Muon):
-    """Muon whose coefficients are fitted to each shape of matrix; see `RootPolicy`.
-
-    Args:
-        params: Groups from `amo_dist.param_groups`.
-        lr: Learning rate of all groups.
-        weight_decay: Decoupled weight decay.
-        spectra: Measured singular values by shape; proxies stand in for shapes without any.
-        options: Arguments ``config``, ``betas``, ``eps``, ``process_group`` and
-            ``allow_no_matrices`` of `Muon`.
-    """
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1e-3,
-        weight_decay: float = 0.1,
-        *,
-        spectra: Mapping[tuple[int, int], Sequence[Sequence[float]]] | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(params, lr, weight_decay, schedule=RootPolicy(spectra), **options)

@@ -8,8 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from amo_dist.config import AMOConfig
-from amo_dist.schedule.plan import PLAN_FILE, Plan, starved
-from amo_dist.schedule.planning import plan_allocation, plan_measured, steps_to_try
+from amo_dist.schedule.plan import (
+    PLAN_FILE,
+    Plan,
+    plan_measured,
+    plan_paper,
+    plan_range,
+    starved,
+)
 
 _OPTIONS: dict[str, tuple[type, str]] = {
     "budget_ratio": (float, "work of the plan, as a multiple of the uniform schedule's"),
@@ -47,7 +53,7 @@ def run_plan(args: argparse.Namespace) -> int:
     """
     changes = {name: getattr(args, name) for name in _OPTIONS if getattr(args, name) is not None}
     if args.plan is None:
-        plan = plan_allocation(AMOConfig.paper(**changes), _ells(args.ell))
+        plan = plan_paper(AMOConfig.paper(**changes), _ells(args.ell))
     else:
         path = args.plan / PLAN_FILE if args.plan.is_dir() else args.plan
         if not path.is_file():  # a pipe or a device may have no end
@@ -83,26 +89,18 @@ def plan_again(plan: Plan, changes: dict[str, Any]) -> Plan:
     """
     kept = ("planner", "base_steps", "base_ell", "min_steps", "max_steps")
     config = AMOConfig(**({name: getattr(plan, name) for name in kept} | changes))
-    names, costs = plan.operator_types, None
-    if plan.costs is not None:
-        costs = dict(zip(names, plan.costs, strict=True))
-    if plan.criterion == "projected":
-        return plan_allocation(config, dict(zip(names, plan.ell_target, strict=True)), costs=costs)
-    assert plan.measured is not None
-    assert costs is not None
-    assert plan.weights is not None
-    tried, has = steps_to_try(config), plan.measured[0]
-    if tried[0] < has.min_steps or tried[-1] > has.max_steps:
+    names = plan.operator_types
+    if plan.planner == "paper":
+        return plan_paper(config, dict(zip(names, plan.ell_target, strict=True)), plan.costs)
+    low, high = plan_range(config)
+    if low < plan.min_steps or high > plan.max_steps:
         raise ValueError(
-            f"--plan: found measurements of {has.min_steps} to {has.max_steps} steps, expected "
-            f"{tried[0]} to {tried[-1]}"
+            f"--plan: found measurements of {plan.min_steps} to {plan.max_steps} steps, expected "
+            f"{low} to {high}"
         )
-    measured = [spectra.within(tried[0], tried[-1]) for spectra in plan.measured]
-    return plan_measured(
-        config,
-        dict(zip(names, measured, strict=True)),
-        weights=plan.weights,
-        costs=costs,
-        ell_robust=plan.ell_robust,
-        num_matrices=plan.num_matrices,
-    )
+    part = slice(low - plan.min_steps, high - plan.min_steps + 1)
+    curves = [
+        curve._replace(ells=curve.ells[part], errors=curve.errors[part]) for curve in plan.curves
+    ]
+    assert plan.costs is not None
+    return plan_measured(config, dict(zip(names, curves, strict=True)), plan.weights, plan.costs)

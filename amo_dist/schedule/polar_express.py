@@ -46,17 +46,17 @@ def compose(ell: float, steps: int) -> tuple[Triple, ...]:
     return _run(*_checked(ell, steps))[0]
 
 
-def composed(ell_effective: float, steps: int) -> Schedule:
+def schedule_for(ell_effective: float, steps: int) -> Schedule:
     """The schedule AMO runs for an effective ``ell``: composed at ``SAFETY`` times it.
 
     Args:
         ell_effective: Observed ``ell`` over ``SAFETY``, in (0, 1].
         steps: Number of Newton-Schulz steps.
     """
-    return Schedule(compose(scaled(ell_effective), steps), norm_scale=SAFETY)
+    return Schedule(compose(times_safety(ell_effective), steps), norm_scale=SAFETY)
 
 
-def scaled(ell_effective: float) -> float:
+def times_safety(ell_effective: float) -> float:
     """The ``ell`` to compose for: ``SAFETY`` times an effective one, at most 1."""
     # A single row has ell_raw = 1; dividing and multiplying by SAFETY may end just above it.
     return min(SAFETY * ell_effective, 1.0) if ell_effective <= 1.0 else ell_effective

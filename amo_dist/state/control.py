@@ -1,10 +1,12 @@
 """The control state: the memory of an optimizer beside tensors, as a checkpoint holds it.
 
-Nothing here communicates: a rank that finds a fault raises alone, and the caller tells the others.
+It is plain JSON under a SHA-256 digest. Nothing here communicates: a rank that finds a fault raises
+alone, and the caller tells the others.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
 import json
@@ -12,45 +14,48 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from amo_dist.config import MuonConfig
-from amo_dist.schedule import fields
-from amo_dist.schedule.grouping import Groups
-from amo_dist.schedule.policies import Control, Policy
+from amo_dist.config import MuonConfig, fail
+from amo_dist.schedule.source import Source
 
 logger = logging.getLogger(__name__)
 
 FORMAT = "amo_dist.control"
 VERSION = 1
 
-_FREE_FIELDS = frozenset(
-    {
-        "ownership",
-        "bucket_bytes",
-        "ns_kernels",
-        "nonfinite",
-        "ns_guard_every",
-        "on_config_change",
-    }
-)
-"""Settings that may change on resume, as no plan depends on them."""
-
-_KEYS = (
-    *("format", "version", "steps_taken", "steps_skipped", "config", "policy", "policy_digest"),
-)
+_FREE_FIELDS = {
+    *("ownership", "bucket_bytes", "ns_kernels", "nonfinite", "ns_guard_every", "on_config_change")
+}
+"""Settings that may change on resume, as no result depends on them."""
 
 
-def control_record(control: Control) -> dict[str, Any]:
-    """The part of a checkpoint beside tensors, as JSON values."""
-    state = control.policy.to_dict(control.state)
-    return {
+@dataclasses.dataclass(frozen=True, slots=True)
+class ScheduleState:
+    """The part of an optimizer beside tensors, from which it goes on.
+
+    Attributes:
+        config: Settings in force.
+        source: Source of schedules.
+        steps_taken: Optimizer steps, skipped ones included.
+        steps_skipped: Steps that changed nothing.
+    """
+
+    config: MuonConfig
+    source: Source
+    steps_taken: int = 0
+    steps_skipped: int = 0
+
+
+def control_record(state: ScheduleState) -> dict[str, Any]:
+    """The control state as JSON values, with a digest."""
+    record = {
         "format": FORMAT,
         "version": VERSION,
-        "steps_taken": control.steps_taken,
-        "steps_skipped": control.steps_skipped,
-        "config": control.config.to_dict(),
-        "policy": state,
-        "policy_digest": _digest(state),
+        "steps_taken": state.steps_taken,
+        "steps_skipped": state.steps_skipped,
+        "config": state.config.to_dict(),
+        "source": state.source.state(),
     }
+    return {**record, "digest": digest(record)}
 
 
 def to_text(record: Mapping[str, Any]) -> str:
@@ -58,67 +63,56 @@ def to_text(record: Mapping[str, Any]) -> str:
     return json.dumps(record, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
-def restore(
-    record: object, running: MuonConfig, policy: Policy, groups: Groups | None = None
-) -> Control:
-    """A control that goes on from a record.
+def digest(record: Mapping[str, Any]) -> str:
+    """A hexadecimal SHA-256 of a record, its digest left out."""
+    kept = {key: value for key, value in record.items() if key != "digest"}
+    return hashlib.sha256(to_text(kept).encode()).hexdigest()
 
-    Where settings differ, ``on_config_change`` of this run decides.
+
+def restore(record: Any, running: ScheduleState) -> ScheduleState:
+    """A state that goes on from a record; ``on_config_change`` decides where settings differ.
 
     Args:
         record: Result of `control_record`.
-        running: Settings of this run.
-        policy: Policy of this run; stays as it is.
-        groups: Groups of all matrices of the world, if they are known; else the first step
-            compares them.
+        running: State of this run, which stays as it is.
 
     Raises:
-        ValueError: A field is missing, unknown, malformed, damaged or of another run; names the
-            field, what was found and what was expected.
+        ValueError: The record is damaged or of another run; names the field, what was found and
+            what was expected.
     """
-    checked = _check_record(record)
-    state = checked["policy"]
-    fields.read_choice("control.policy", state.get("policy"), policy.name)
-    saved = fields.read_record("control.config", checked["config"], running.to_dict())
-    config = _settled(running, _changed(saved, running))
-    resumed, restored = policy.resumed(
-        state,
-        groups,
-        steps_taken=checked["steps_taken"],
-        config=config,
-        changed=_changed(saved, config),
-    )
-    # The digest comes last: the errors above name a malformed field.
-    if checked["policy_digest"] != _digest(state):
-        expected = f"{_digest(state)}, that of the policy's state: it is damaged or was edited"
-        fields.fail("control.policy_digest", checked["policy_digest"], expected)
-    counts = checked["steps_taken"], checked["steps_skipped"]
-    return Control(*counts, config, resumed, restored)
-
-
-def _check_record(record: object) -> Mapping[str, Any]:
-    """The record, whose fields have the right kinds, but for those of ``config`` and ``policy``."""
     if not isinstance(record, Mapping):
-        fields.fail("control", record, "a mapping")
-    fields.read_choice("control.format", record.get("format"), FORMAT)
-    if type(record.get("version")) is not int or record["version"] != VERSION:
-        expected = f"{VERSION}; a newer version needs a newer amo_dist"
-        fields.fail("control.version", record.get("version"), expected)
-    fields.read_record("control", record, _KEYS)
-    taken = fields.read_int("control.steps_taken", record["steps_taken"], 0)
-    fields.read_int("control.steps_skipped", record["steps_skipped"], 0, taken)
-    if not isinstance(record["policy"], Mapping):
-        fields.fail("control.policy", record["policy"], "an object")
-    return record
+        fail("control", record, "a mapping")
+    if (record.get("format"), record.get("version")) != (FORMAT, VERSION):
+        expected = f"{FORMAT} of version {VERSION}; a newer version needs a newer amo_dist"
+        fail("control.version", (record.get("format"), record.get("version")), expected)
+    try:
+        expected = digest(record)
+    except (TypeError, ValueError, RecursionError):  # of values that JSON does not have
+        expected = "one of JSON values"
+    if record.get("digest") != expected:
+        text = f"{expected}, that of the state: it is damaged or was edited"
+        fail("control.digest", record.get("digest"), text)
+    name, saved = record["source"]["name"], record["config"]
+    if name != running.source.name:
+        fail("control.source", name, repr(running.source.name))
+    if set(saved) != set(running.config.to_dict()):
+        fail("control.config", sorted(saved), f"the settings {sorted(running.config.to_dict())}")
+    config = _settled(running.config, _changed(saved, running.config))
+    source = copy.copy(running.source)
+    source.load(record["source"], config, _changed(saved, config), record["steps_taken"])
+    return ScheduleState(config, source, record["steps_taken"], record["steps_skipped"])
 
 
 def _changed(saved: Mapping[str, Any], config: MuonConfig) -> dict[str, Any]:
-    """The checkpoint's values of settings that differ."""
+    """The checkpoint's values of settings that differ, but for those that nothing depends on."""
+    running, free = config.to_dict(), set(_FREE_FIELDS)
+    if "measured" == saved.get("planner") == running.get("planner"):
+        free.add("shrinkage")
     # JSON tells 5 from 5.0 and from true, and so does this.
     return {
         name: saved[name]
-        for name, value in sorted(config.to_dict().items())
-        if name not in _FREE_FIELDS and (type(saved[name]), saved[name]) != (type(value), value)
+        for name, value in sorted(running.items())
+        if name not in free and (type(saved[name]), saved[name]) != (type(value), value)
     }
 
 
@@ -136,27 +130,13 @@ def _settled(config: MuonConfig, changed: Mapping[str, Any]) -> MuonConfig:
         f"{field}: the checkpoint has {saved!r}, this run has {running[field]!r}"
         for field, saved in changed.items()
     )
-    if rule == "error":
+    is_kept = rule == "keep_checkpoint" and "bfloat16_params" not in changed
+    if rule != "replan" and not is_kept:
+        # The state has been made for the parameters of this run.
+        ways = "'replan'" if "bfloat16_params" in changed else "'keep_checkpoint' or 'replan'"
         raise ValueError(
-            f"control.config: {differences}; set on_config_change to 'keep_checkpoint' or "
-            "'replan' to go on all the same"
+            f"control.config: {differences}; set on_config_change to {ways} to go on all the same"
         )
-    if rule == "replan":
-        logger.warning("settings have changed, and those of this run are in force: %s", differences)
-        return config
-    if "bfloat16_params" in changed:
-        made = running["bfloat16_params"]
-        expected = f"{made!r}: state has been made, keep_checkpoint cannot change it"
-        fields.fail("control.config.bfloat16_params", changed["bfloat16_params"], expected)
-    try:
-        kept = dataclasses.replace(config, **{**running, **changed})
-    except (ValueError, TypeError, OverflowError) as error:
-        raise ValueError(f"control.config.{error}") from None
-    logger.warning(
-        "settings have changed, and those of the checkpoint stay in force: %s", differences
-    )
-    return kept
-
-
-def _digest(state: Mapping[str, Any]) -> str:
-    return hashlib.sha256(to_text(state).encode()).hexdigest()
+    owner = "checkpoint stay" if is_kept else "this run are"
+    logger.warning("settings have changed, and those of the %s in force: %s", owner, differences)
+    return dataclasses.replace(config, **{**running, **changed}) if is_kept else config

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,9 +14,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from amo_dist.compat import load_hooks
+from amo_dist.config import fail
 from amo_dist.distributed.layout import local_tensor
 from amo_dist.kernels.rounding import ROUNDED_OFF
-from amo_dist.schedule.fields import fail, read_json, read_record
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,7 +79,14 @@ def read(
     _order_by_name(groups, loaded.get("param_names"), names_by_group)
     own = {name: optimizer.state[param] for name, param in params_by_name.items()}
     copies = _check_state(loaded.get("state"), groups, own)
-    return Loaded(groups, read_json("control", groups[0]["control"]), copies)
+    return Loaded(groups, _read_control(groups[0]["control"]), copies)
+
+
+def _read_control(text: object) -> Any:
+    try:
+        return json.loads(text)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RecursionError):
+        fail("control", text, "JSON text")
 
 
 def _check_mapping(state_dict: object) -> None:
@@ -192,9 +200,11 @@ def _check_state(
     pairs: list[tuple[Tensor, Tensor]] = []
     for (name, own), key in zip(own_by_name.items(), keys, strict=True):
         record = _with_rounded_off(state.get(key, {}), own)
-        saved = read_record(f"state of {name}", record, own)
+        if not isinstance(record, Mapping) or set(record) != set(own):
+            entries = sorted(map(str, record)) if isinstance(record, Mapping) else record
+            fail(f"state of {name}", entries, f"{sorted(own)}")
         for field, target in own.items():
-            source = _check_source(f"state of {name}.{field}", saved[field], target)
+            source = _check_source(f"state of {name}.{field}", record[field], target)
             pairs.append((target, source))
     return pairs
 

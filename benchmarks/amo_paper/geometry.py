@@ -91,7 +91,7 @@ def measure(optimizer: Any, step: int) -> list[dict[str, Any]]:
     Returns:
         A record of each matrix, in the order of names, the same on every rank.
     """
-    schedules = optimizer.schedules_by_group(step)
+    schedules = optimizer.schedules_by_type(step)
     own: dict[str, dict[str, Any]] = {}
     for index, info in enumerate(optimizer.world.registry):
         momentum = _momentum(optimizer, info.name)

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 
 from amo_dist import Schedule
-from amo_dist.schedule.budget import flop_budget, ns_step_flops
+from amo_dist.schedule.allocate import flop_budget, least_error, ns_step_flops
 from amo_dist.schedule.coefficients import named_schedule
-from amo_dist.schedule.exact import least_error
-from amo_dist.schedule.polar_express import composed
-from amo_dist.schedule.trials import GRID
+from amo_dist.schedule.plan import GRID
+from amo_dist.schedule.polar_express import schedule_for
 from benchmarks.plan_quality.spectra import (
     MEASURES,
     Shapes,
@@ -108,7 +107,7 @@ class Planner:
 
     def __init__(self, spectra: Spectra, shapes: Shapes, types: Mapping[str, str]) -> None:
         self._shapes, self._types = shapes, types
-        tried = [composed(ell, k) for k in range(1, MOST + 1) for ell in ELLS]
+        tried = [schedule_for(ell, k) for k in range(1, MOST + 1) for ell in ELLS]
         self._errors = {
             name: torch.stack(
                 [measures(images(observed[name], tried)) for observed in spectra.values()]
@@ -126,7 +125,7 @@ class Planner:
         if row.named:
             schedule = named_schedule(row.named).schedule
         else:
-            schedule = composed(BASE_ELL, row.steps)
+            schedule = schedule_for(BASE_ELL, row.steps)
         return Chosen(dict.fromkeys(self._shapes, schedule), {})
 
     def _planned(self, row: Row) -> Chosen:
@@ -148,7 +147,7 @@ class Planner:
     ) -> dict[str, Schedule]:
         """Schedules by name of the matrix, each for the best ``ell`` of its steps."""
         return {
-            name: composed(ell_by_steps[k], k)
+            name: schedule_for(ell_by_steps[k], k)
             for names, k, ell_by_steps in zip(groups.values(), allocation, ells, strict=True)
             for name in names
         }

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from amo_dist import Muon, MuonConfig, Schedule, param_groups
-from amo_dist.schedule.polar_express import composed
+from amo_dist.schedule.polar_express import schedule_for
 from benchmarks.plan_quality.data import Corpus, batches
 from benchmarks.plan_quality.model import Architecture, Decoder
 from benchmarks.plan_quality.rows import BASE_ELL, BASE_STEPS
@@ -112,7 +112,7 @@ def begin(start: Start, architecture: Architecture, corpus: Corpus, settings: Se
     torch.set_num_threads(1)
     torch.manual_seed(start.seed)
     model = Decoder(architecture)
-    uniform = composed(BASE_ELL, BASE_STEPS)
+    uniform = schedule_for(BASE_ELL, BASE_STEPS)
     optimizer = build(model, dict.fromkeys(matrix_shapes(model)[0], uniform), start, settings)
     observed = evenly(settings.observations, 0, start.switch)
     losses, spectra = _train(

@@ -32,7 +32,7 @@ FIELDS: dict[str, Any] = {
     "transition_steps": 3,
     "bucket_bytes": 256,
 }
-CONFIGS = {"update": AMOConfig(**FIELDS), "projected": AMOConfig.paper(**FIELDS)}
+CONFIGS = {"measured": AMOConfig(**FIELDS), "paper": AMOConfig.paper(**FIELDS)}
 STEPS, SEED = 9, 3
 # Before an observation, between two, at the plan, in the transition, at the lock, after it.
 SAVED = (1, 3, 4, 5, 7, 8)
@@ -41,11 +41,11 @@ WQ = "layers.0.attention.wq.weight"
 
 
 def make(
-    layout: str, dtype: torch.dtype = torch.float32, criterion: str = "update"
+    layout: str, dtype: torch.dtype = torch.float32, planner: str = "measured"
 ) -> tuple[nn.Module, AMO]:
     model = models.make_model(layout, SHAPES).to(dtype)
     group = dist.group.WORLD if layout == "plain" and dist.get_world_size() > 1 else None
-    config = CONFIGS[criterion]
+    config = CONFIGS[planner]
     return model, AMO(param_groups(model), lr=1e-2, config=config, process_group=group)
 
 
@@ -65,7 +65,7 @@ def go_on(
     for step in range(optimizer.num_steps_taken + 1, STEPS + 1):
         models.set_gradients(model, SEED, step)
         optimizer.step()
-        schedules[step] = dict(optimizer.schedules_by_group(step))
+        schedules[step] = dict(optimizer.schedules_by_type(step))
         controls[step] = copy.deepcopy(optimizer.control_state_dict())
         if folder and step in SAVED:
             path = str(Path(folder, f"step-{step}"))
@@ -85,9 +85,9 @@ def train_and_save(
     layout: str,
     folder: str,
     flatten: bool,
-    criterion: str = "update",
+    planner: str = "measured",
 ) -> tuple[dict[str, Any], list[str]]:
-    model, optimizer = make(layout, criterion=criterion)
+    model, optimizer = make(layout, planner=planner)
     keys = sorted(
         f"{name}.{key}"
         for name, values in get_optimizer_state_dict(model, optimizer)["state"].items()
@@ -104,11 +104,11 @@ def resume(
     folder: str,
     flatten: bool,
     steps: tuple[int, ...],
-    criterion: str = "update",
+    planner: str = "measured",
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     results = []
     for step in steps:
-        model, optimizer = make(layout, criterion=criterion)
+        model, optimizer = make(layout, planner=planner)
         state = state_of(model, optimizer, flatten)
         dcp.load(state, storage_reader=CheckpointReader(Path(folder, f"step-{step}")))
         set_model_state_dict(model, state["model"])
@@ -132,17 +132,18 @@ def check(reference: dict[str, Any], results: list[Any], steps: tuple[int, ...])
                 assert torch.equal(found["params"][name], expected), (step, name)
 
 
-@pytest.mark.parametrize(("flatten", "criterion"), [(False, "update"), (True, "projected")])
+@pytest.mark.parametrize(("flatten", "planner"), [(False, "measured"), (True, "paper")])
 def test_fsdp_resumes_bit_for_bit(
-    run_on: Ranks, tmp_path: Path, flatten: bool, criterion: str
+    run_on: Ranks, tmp_path: Path, flatten: bool, planner: str
 ) -> None:
-    saved = run_on(2)(train_and_save, "fsdp", str(tmp_path), flatten, criterion)
+    saved = run_on(2)(train_and_save, "fsdp", str(tmp_path), flatten, planner)
     reference, keys = saved[0]
     assert all(keys == keys_of_rank for _, keys_of_rank in saved)
-    assert reference["controls"][3]["policy"]["error_sums"]["counts"]["attn_q"] == 1
-    assert reference["controls"][4]["policy"]["error_sums"] is None
-    assert reference["controls"][4]["policy"]["plan"]["criterion"] == criterion
-    check(reference, run_on(2)(resume, "fsdp", str(tmp_path), flatten, SAVED, criterion), SAVED)
+    before, after = (reference["controls"][step]["source"] for step in (3, 4))
+    assert before["errors"]["attn_q"]["num_observations"] == 1
+    assert not after["errors"]
+    assert after["plan"]["planner"] == planner
+    check(reference, run_on(2)(resume, "fsdp", str(tmp_path), flatten, SAVED, planner), SAVED)
 
 
 @pytest.mark.slow

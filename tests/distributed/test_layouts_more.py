@@ -186,7 +186,7 @@ def check(results: list[Outcome], shapes: Shapes, fields: dict[str, Any] = FIELD
                 assert torch.equal(matrix, twin.params[key]), key
                 seen.add(key)
     assert seen == set(twin.params)
-    plan = results[0].control["policy"]["plan"]
+    plan = results[0].control["source"]["plan"]
     assert plan["allocation"] == [twin.allocation[kind] for kind in twin.order]
     assert plan["ell_target"] == [twin.targets[kind].hex() for kind in twin.order]
     assert len(set(twin.allocation.values())) > 1  # else a uniform plan would pass

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from amo_dist import AMO, AMOConfig, Muon, MuonConfig, param_groups
 from amo_dist.distributed.layout import layout_of, make_matrix
 from amo_dist.distributed.ownership import assign
-from amo_dist.schedule.budget import ns_step_flops
+from amo_dist.schedule.allocate import ns_step_flops
 from tests.distributed import models
 from tests.distributed.harness import Ranks
 from tests.ledger import Pair, Volume, predict, sent_by_pair
@@ -62,8 +62,7 @@ def count(
         )
     models.set_gradients(model, 1, 1)
     optimizer.step()
-    controller = optimizer._controller
-    drawn = set(optimizer.policy.sample(controller.state, controller.known_groups, 2))
+    drawn = set(optimizer.source.sample(2))
     assert bool(drawn) == observes
     models.set_gradients(model, 1, 2)
     optimizer.step()  # counted anew

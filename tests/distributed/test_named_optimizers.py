@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,9 +14,8 @@ from amo_dist import AMO, AMOConfig, MuonConfig, param_groups
 from amo_dist.optimizers.named import MUON_SCHEDULES, OPTIMIZER_NAMES, make_optimizer
 from amo_dist.optimizers.root import fit
 from amo_dist.schedule.coefficients import named_schedule
-from amo_dist.schedule.grouping import Groups
-from amo_dist.schedule.policies import TablePolicy
-from amo_dist.schedule.types import Schedule
+from amo_dist.schedule.source import Fixed
+from amo_dist.schedule.types import MatrixInfo, Schedule
 from tests.distributed import models
 from tests.distributed.harness import Ranks
 from tests.oracle import AdaMuonOracle, NorMuonOracle, Oracle
@@ -124,33 +124,29 @@ def train_amo(
 )
 def test_amos_switches_on_shards(run_on: Ranks, switches: dict[str, Any], num_groups: int) -> None:
     params, control = train_amo(0, 1, "plain", switches)
-    plan = control["policy"]["plan"]
+    plan = control["source"]["plan"]
     assert len(plan["allocation"] if plan else []) == num_groups
-    assert len(control["policy"]["observations"]) == 2
+    assert len(control["source"]["observations"]) == 2
     for sharded, other in run_on(2)(train_amo, "fsdp", switches):
         assert other == control
         assert all(torch.equal(sharded[name], value) for name, value in params.items())
 
 
-class FailingPolicy(TablePolicy):
-    """Its plan cannot be made."""
+class FailingSource(Fixed):
+    """It cannot run on one rank."""
 
-    def __init__(self, error: type[Exception]) -> None:
-        super().__init__({}, named_schedule("kj").schedule)
-        self._error = error
-
-    def plan_due(self, state: Any) -> bool:
-        return True
-
-    def make_plan(self, state: Any, groups: Groups) -> str:
-        raise self._error("budget: found 3, expected more")
+    def bind(self, registry: Sequence[MatrixInfo]) -> None:
+        if dist.get_rank() == 1:
+            raise ZeroDivisionError("no fit")
+        super().bind(registry)
 
 
-def fail_to_plan(rank: int, world_size: int, error: type[Exception]) -> str:
+def fail_to_bind(rank: int, world_size: int) -> str:
     from amo_dist import Muon
 
     model = models.make_model("fsdp", SHAPES)
-    optimizer = Muon(param_groups(model), LR, schedule=FailingPolicy(error))
+    source = FailingSource({}, named_schedule("kj").schedule)
+    optimizer = Muon(param_groups(model), LR, schedule=source)
     models.set_gradients(model, SEED, 1)
     try:
         optimizer.step()
@@ -159,19 +155,8 @@ def fail_to_plan(rank: int, world_size: int, error: type[Exception]) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize(
-    ("error", "elsewhere"),
-    [
-        (ValueError, "ValueError: budget: found 3, expected more"),
-        (
-            ZeroDivisionError,
-            "RuntimeError: planning failed on the first rank: ZeroDivisionError: budget",
-        ),
-    ],
-)
-def test_a_plan_that_fails_on_one_rank_fails_on_all(
-    run_on: Ranks, error: type[Exception], elsewhere: str
-) -> None:
-    first, *others = run_on(3)(fail_to_plan, error)
-    assert first == f"{error.__name__}: budget: found 3, expected more"
-    assert all(text.startswith(elsewhere) for text in others)
+def test_a_source_that_fails_on_one_rank_fails_on_all(run_on: Ranks) -> None:
+    errors = run_on(3)(fail_to_bind)
+    assert errors[0].startswith("RuntimeError: ")
+    assert "failed on rank 1: ZeroDivisionError: no fit" in errors[0]
+    assert errors == errors[:1] * 3

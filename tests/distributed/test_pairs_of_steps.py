@@ -8,13 +8,13 @@ from torch import Tensor
 
 from amo_dist import Muon, MuonConfig, param_groups
 from amo_dist.kernels.newton_schulz import step_sizes
-from amo_dist.schedule.polar_express import composed
+from amo_dist.schedule.polar_express import schedule_for
 from tests.distributed import models
 from tests.distributed.harness import Ranks
 
 # Long enough for pairs as a whole, and too short in two halves.
 SHAPES = {"feed_forward.w1.weight": (320, 128), "feed_forward.w2.weight": (128, 320)}
-SCHEDULE = composed(1e-3, 5)
+SCHEDULE = schedule_for(1e-3, 5)
 
 
 def train(rank: int, world_size: int, layout: str, dtype: str) -> dict[str, Tensor]:

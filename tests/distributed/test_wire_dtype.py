@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from amo_dist import Muon, MuonConfig, param_groups
-from amo_dist.engine import controller
+from amo_dist.optimizers import muon
 from tests.distributed import models
 from tests.distributed.harness import Ranks
 
@@ -29,7 +29,7 @@ def train(
         measured[found.dtype] += 1
         return torch.zeros(())
 
-    with mock.patch.object(controller, "ns_residual", residual):
+    with mock.patch.object(muon, "ns_residual", residual):
         for step in range(1, 5):
             models.set_gradients(model, 7, step)
             optimizer.step()

@@ -224,7 +224,7 @@ def train(rank: int, run: Run, folder: Path, resumed: Path | None = None) -> dic
             _die()  # this rank owned nothing
         optimizer.step()
         schedules[step] = {
-            name: schedule.digest() for name, schedule in optimizer.schedules_by_group(step).items()
+            name: schedule.digest() for name, schedule in optimizer.schedules_by_type(step).items()
         }
         controls[step] = copy.deepcopy(optimizer.control_state_dict())
         if step % run.save_every == 0:

@@ -142,7 +142,7 @@ def test_lora_alone_needs_a_pattern() -> None:
     optimizer = AMO(groups, lr=1e-2, config=CONFIG)
     losses = train(model, optimizer, 8, tokens(3))
     assert losses[-1] < losses[0]
-    assert set(optimizer.schedules_by_group(8)) == {"lora_a", "lora_b"}
+    assert set(optimizer.schedules_by_type(8)) == {"lora_a", "lora_b"}
 
 
 def test_compiled_and_checkpointed_models_keep_names_and_bits() -> None:

@@ -356,7 +356,7 @@ def _traced(trainer_class: Any, path: Path, job: Job, rank: int) -> Any:
         def _trace(self) -> None:
             optimizer = self.optimizers.optimizer
             step = optimizer.num_steps_taken
-            schedules = optimizer.schedules_by_group(step)
+            schedules = optimizer.schedules_by_type(step)
             record = {
                 "step": step,
                 "phase": optimizer.phase,
@@ -365,7 +365,7 @@ def _traced(trainer_class: Any, path: Path, job: Job, rank: int) -> Any:
                 "sent_elements": optimizer.metrics()["exchange/sent_elements"],
                 "lrs": [group["lr"] for group in optimizer.param_groups],
                 "types": sorted(set(optimizer.operator_types)),
-                "observations": optimizer.control_state_dict()["policy"].get("observations"),
+                "observations": optimizer.control_state_dict()["source"].get("observations"),
                 "expert_bias": [
                     value.abs().max().item()
                     for part in self.model_parts

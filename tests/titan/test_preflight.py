@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import tokenizers
 
-from amo_dist.schedule.budget import ns_step_flops
+from amo_dist.schedule.allocate import ns_step_flops
 from tests.examples import ROOT
 from torchtitan_ext.cli import main
 from torchtitan_ext.config import checks, settings

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from amo_dist import AMO, AMOConfig, Muon, param_groups
@@ -19,7 +18,6 @@ FIELDS: dict[str, Any] = {
     "sample_size": 2,
     "transition_steps": 3,
 }
-PAPER: dict[str, Any] = {"planner": "paper"}
 SHAPES = {
     "tok_embeddings.weight": (5, 8),
     "layers.0.attention.wq.weight": (12, 8),
@@ -77,33 +75,14 @@ def refusal(state: dict[str, Any], **fields: Any) -> str:
     train(model, optimizer, 1, 3)
     before, control = everything(model, optimizer), optimizer.control_state_dict()
     groups = copy.deepcopy([{**g, "params": None} for g in optimizer.param_groups])
-    policy, config = optimizer.policy, optimizer.config
+    source, config = optimizer.source, optimizer.config
     with pytest.raises(ValueError, match=": ") as caught:
         optimizer.load_state_dict(state)
     assert all(map(torch.equal, everything(model, optimizer), before))
     assert optimizer.control_state_dict() == control
-    assert optimizer.policy is policy
+    assert optimizer.source is source
     assert optimizer.config is config
     assert [{**g, "params": None} for g in optimizer.param_groups] == groups
     # It still works.
     train(model, optimizer, 4, 5)
     return str(caught.value)
-
-
-JUNK = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-3, 2**70),
-    st.floats(),
-    st.sampled_from(["", "0x1p+99999", "nan", "inf", "-0x1.0p-3", "0x1p0", "attn_q", "amo"]),
-    st.sampled_from([[], {}, [1], [None], {1: 2}, {"a": []}]).map(copy.deepcopy),
-    st.text(max_size=5),
-)
-"""Values to put in the place of any in saved state."""
-
-
-def paths(node: Any, here: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Every place in a tree of JSON values."""
-    items = list(node.items()) if isinstance(node, dict) else []
-    items += list(enumerate(node)) if isinstance(node, list) else []
-    return [here] * bool(here) + [p for key, child in items for p in paths(child, (*here, key))]

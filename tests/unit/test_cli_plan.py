@@ -10,9 +10,9 @@ import pytest
 
 from amo_dist.__main__ import main
 from amo_dist.config import OPERATOR_TYPES, AMOConfig
-from amo_dist.schedule.plan import Plan
-from amo_dist.schedule.planning import plan_measured
-from amo_dist.schedule.trials import Trials
+from amo_dist.schedule.plan import Plan, best_curve, candidates, plan_measured
+from amo_dist.schedule.polar_express import schedule_for
+from tests.sources import distance
 
 TABLE: dict[str, dict[str, Any]] = json.loads(
     (Path(__file__).parents[1] / "golden" / "locked_schedules.json").read_text()
@@ -40,21 +40,11 @@ def test_the_papers_rows_come_out(model: str, capsys: pytest.CaptureFixture[str]
 
 def measured_plan(**changes: Any) -> Plan:
     """A plan as a run makes it from its observations."""
-    trials = Trials(range(2, 8), 5, 1e-3)
-
-    def errors(spectrum: list[float]) -> list[float]:
-        images = [[one.image(x / one.norm_scale) for x in spectrum] for one in trials.schedules()]
-        residuals = [sum((y * y - 1) ** 2 for y in ys) / len(ys) for ys in images]
-        return residuals + [sum((y - 1) ** 2 for y in ys) / len(ys) for ys in images]
-
-    return plan_measured(
-        AMOConfig(**changes),
-        {name: trials.best(errors(spectrum)) for name, spectrum in SPECTRA.items()},
-        num_matrices=(4, 4, 4),
-        weights=(0.25, 0.25, 0.5),
-        ell_robust=(3e-4, 1e-3, 2e-3),
-        costs={"attn_q": 10**9, "attn_k": 2 * 10**9, "mlp_up": 4 * 10**9},
-    )
+    config, curves = AMOConfig(**changes), {}
+    tried = [schedule_for(ell, steps) for steps, ell in candidates(config)]
+    for name, sigmas in SPECTRA.items():
+        curves[name] = best_curve(config, [distance(sigmas, one) for one in tried])
+    return plan_measured(config, curves, (0.25, 0.25, 0.5), (10**9, 2 * 10**9, 4 * 10**9))
 
 
 def test_a_runs_plan_is_shown_and_made_again(

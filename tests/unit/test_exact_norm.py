@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from amo_dist import AdaMuon, Muon, MuonConfig, NorMuon, Schedule, param_groups
 from amo_dist.kernels.newton_schulz import scale_to_exact_norm
-from amo_dist.schedule.polar_express import composed
+from amo_dist.schedule.polar_express import schedule_for
 
 
 def updates(count: int, m: int, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -88,7 +88,7 @@ def change(schedule: Schedule, config: MuonConfig) -> Tensor:
 
 
 def test_muon_updates_have_the_exact_norm_in_the_same_direction() -> None:
-    schedule = composed(1e-3, 2)
+    schedule = schedule_for(1e-3, 2)
     as_is, exact = (
         change(schedule, MuonConfig(ns_dtype="float32", update_norm=norm)) / 0.2
         for norm in ("as_is", "exact")

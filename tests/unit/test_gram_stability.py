@@ -16,7 +16,7 @@ from torch import Tensor
 
 from amo_dist.kernels.newton_schulz import run_steps, safe_sizes, standard
 from amo_dist.schedule.coefficients import named_schedule
-from amo_dist.schedule.polar_express import compose, composed
+from amo_dist.schedule.polar_express import compose, schedule_for
 from amo_dist.schedule.types import Schedule
 from tests.unit.test_ns_backends import relative
 
@@ -79,7 +79,7 @@ MOST, MEAN, GREATEST = 20, 2.5, 2.5
 NAMES = ("kj", "you", "pe", "turbo", "cans")
 NARROW: dict[str, Schedule] = {name: named_schedule(name).schedule for name in NAMES}
 NARROW |= {
-    f"{ell:.0e} in {steps}": composed(ell, steps)
+    f"{ell:.0e} in {steps}": schedule_for(ell, steps)
     for steps in range(3, 9)
     for ell in (1e-1, 1e-2, 1e-3, 1e-4, 1e-5)
 }

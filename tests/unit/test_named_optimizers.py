@@ -16,7 +16,6 @@ from amo_dist.optimizers.root import ROOT, fit
 from amo_dist.schedule.coefficients import named_schedule
 from amo_dist.schedule.types import MatrixInfo, Schedule
 from tests.distributed import models
-from tests.held import Held
 
 FAMILY = tuple(name for name in OPTIMIZER_NAMES if name != "AdamW")
 
@@ -33,8 +32,9 @@ def schedule_of(name: str, shape: tuple[int, int]) -> Schedule:
     """What an optimizer applies to a matrix of a shape in its first step."""
     if name == "ROOT":
         return Schedule((fit(shape),) * 5, norm_scale=1.0)
-    policy = build(name, model()).policy
-    return Held(policy, [MatrixInfo("w", shape, "attn_q")]).schedules(1)["attn_q"]
+    source = build(name, model()).source
+    source.bind([MatrixInfo("w", shape, "attn_q")])
+    return source.schedules(1)["attn_q"]
 
 
 def test_the_names() -> None:

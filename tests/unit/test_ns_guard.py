@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from amo_dist import AMOConfig, Muon, MuonConfig, param_groups
-from amo_dist.engine.controller import matrix_to_check
-from amo_dist.kernels.geometry import ns_residual
+from amo_dist import Muon, MuonConfig, param_groups
+from amo_dist.engine.observe import matrix_to_check
 from amo_dist.kernels.newton_schulz import orthogonalize
+from amo_dist.kernels.spectrum import ns_residual
 from amo_dist.schedule.coefficients import named_schedule
 from amo_dist.schedule.types import MatrixInfo, Schedule
 
@@ -109,7 +109,7 @@ def test_the_guard_is_silent_between_its_steps(
 def test_zeros_and_skipped_steps_say_nothing(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("amo_dist.engine.controller.GUARD_BOUND", 0.5)
+    monkeypatch.setattr("amo_dist.optimizers.muon.GUARD_BOUND", 0.5)
     model = Model()
     del model.layers["0"].attention.wk, model.layers["0"].attention.wo
     config = MuonConfig(ns_guard_every=1, nonfinite="skip_step")
@@ -122,8 +122,3 @@ def test_zeros_and_skipped_steps_say_nothing(
         optimizer.step()
         assert ("residual" in caplog.text) == is_told
         assert (optimizer.metrics()["newton_schulz/residual"] > 0.0) == is_told
-
-
-def test_a_bad_setting_is_refused() -> None:
-    with pytest.raises(ValueError, match="ns_guard_every: found -1, expected an integer >= 0"):
-        AMOConfig(ns_guard_every=-1)

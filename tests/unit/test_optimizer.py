@@ -116,7 +116,7 @@ def test_a_skipped_observation_is_invalid_and_planning_goes_on() -> None:
         if step == 2:
             model.get_parameter(WQ).grad[0, 0] = torch.nan  # type: ignore[index]
         optimizer.step()
-    first, second = optimizer.control_state_dict()["policy"]["observations"]
+    first, second = optimizer.control_state_dict()["source"]["observations"]
     assert first["ell"] == {"attn_q": None, "mlp_gate": None}
     assert None not in second["ell"].values()
     assert optimizer.phase == "locked"

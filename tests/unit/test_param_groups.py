@@ -337,6 +337,6 @@ def test_a_plan_and_its_checkpoint_carry_any_name_of_a_type() -> None:
             param.grad = torch.randn_like(param)
         optimizer.step()
     other.load_state_dict(optimizer.state_dict())
-    plan = other.control_state_dict()["policy"]["plan"]
+    plan = other.control_state_dict()["source"]["plan"]
     assert (other.phase, other.operator_types) == ("locked", (kind, kind))
-    assert plan == optimizer.control_state_dict()["policy"]["plan"]
+    assert plan == optimizer.control_state_dict()["source"]["plan"]

@@ -7,8 +7,6 @@ matrices without a gradient are among it.
 from __future__ import annotations
 
 import copy
-import dataclasses
-import json
 import math
 import random
 from collections.abc import Mapping
@@ -21,11 +19,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from amo_dist import AMO, AMOConfig, param_groups
-from amo_dist.schedule.amo import AMOPolicy
-from amo_dist.state.control import Control, control_record, restore, to_text
-from tests import spectra
-from tests.held import Held
-from tests.unit.controller_runs import REGISTRY
 from tests.unit.test_ns_guard import Model
 
 STEPS = 24
@@ -53,91 +46,9 @@ def at_some_steps(values: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[int,
     return st.dictionaries(st.integers(1, STEPS), values, max_size=5)
 
 
-def observed(name: str, step: int) -> float:
-    """An ell that depends on nothing else; one in four is none."""
-    generator = random.Random(f"{name} {step}")
-    good = 10 ** generator.uniform(-8, -0.1)
-    return generator.choice([good, good, good, math.nan])
-
-
 def rate(step: int) -> float:
     """A learning rate that depends on nothing else: it falls, rises, stays, and is zero."""
     return random.Random(f"rate {step // 2}").choice([0.0, 1e-4, 2e-4, 5e-4, 1e-3])
-
-
-def take(policy: Held, step: int) -> tuple[Any, ...]:
-    """One optimizer step of a policy; what it did."""
-    applied = policy.phase(step), dict(policy.schedules(step)), policy.digest(step)
-    sample = policy.sample(step)
-    if sample:
-        spectra.record(policy, step, {name: observed(name, step) for name in sample})
-    if policy.plan_due():
-        policy.adopt_plan(policy.make_plan())
-    return *applied, sample, policy.metrics(step)
-
-
-def resumed(policy: Held, steps_taken: int, config: AMOConfig, binds_first: bool) -> Held:
-    """Another policy that goes on from what this one saved, as an optimizer makes it."""
-    saved = control_record(Control(steps_taken, 0, policy.config, policy.policy, policy.state))
-    fresh = AMOPolicy(config)
-    groups = fresh.groups(REGISTRY) if binds_first else None
-    record = json.loads(to_text(saved))
-    control = restore(record, config, fresh, groups)
-    assert control.steps_taken == steps_taken
-    assert isinstance(control.policy, AMOPolicy)
-    assert control.policy.config == control.config
-    return Held(control.policy, REGISTRY, control.state)
-
-
-CHANGES = st.tuples(configs(), st.sampled_from(["replan", "keep_checkpoint"]))
-
-
-@settings(deadline=None, max_examples=20)
-@given(
-    config=configs(),
-    changes=at_some_steps(CHANGES),
-    saves=at_some_steps(st.booleans()),
-)
-def test_a_policy_resumed_anywhere_goes_on_as_it_would_have(
-    config: AMOConfig, changes: Events, saves: Events
-) -> None:
-    straight, broken = Held(AMOPolicy(config)), Held(AMOPolicy(config))
-    for policy in (straight, broken):
-        policy.bind(REGISTRY)
-    for step in range(1, STEPS + 1):
-        if step in changes:
-            other, rule = changes[step]
-            other = dataclasses.replace(other, on_config_change=rule)
-            straight = resumed(straight, step - 1, other, True)
-            broken = resumed(broken, step - 1, other, False)
-        elif step in saves:
-            broken = resumed(broken, step - 1, broken.config, saves[step])
-        did = [take(policy, step) for policy in (straight, broken)]
-        assert did[0] == did[1], step
-        assert broken.state_dict() == straight.state_dict()
-
-
-@settings(deadline=None, max_examples=20)
-@given(config=configs())
-def test_a_glide_begins_where_the_run_is_and_ends_at_the_plan(config: AMOConfig) -> None:
-    policy = Held(AMOPolicy(config))
-    policy.bind(REGISTRY)
-    planned_at = None
-    for step in range(1, STEPS + 1):
-        last, plan = policy.state_at(max(step - 1, 1)), policy.plan
-        take(policy, step)
-        before = policy.state_at(step)
-        if policy.plan is not plan:
-            planned_at = step
-            assert last == before
-        elif plan is not None and policy.phase(step) == "locked":
-            assert planned_at is not None
-            assert step >= planned_at + config.transition_steps
-            planned = zip(plan.allocation, plan.ell_target, strict=True)
-            assert before == dict(zip(plan.operator_types, planned, strict=True))
-
-
-# ---------------------------------------------------------------- optimizers
 
 
 def set_gradients(model: Model, step: int, event: str | None) -> None:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from amo_dist.config import OPERATOR_TYPES, MuonConfig
 from amo_dist.kernels import newton_schulz
-from amo_dist.schedule.budget import ns_step_flops
-from amo_dist.schedule.polar_express import composed
+from amo_dist.schedule.allocate import ns_step_flops
+from amo_dist.schedule.polar_express import schedule_for
 from tests.memory import peak_bytes
 from tests.step_costs import step_costs
 from torchtitan_ext.tools.shapes import MODELS, PLANS, DecoderShape
@@ -110,7 +110,7 @@ def test_newton_schulz_takes_the_memory_that_is_counted(
 ) -> None:
     # As on devices: all of a batch at once.
     monkeypatch.setattr(newton_schulz, "on_cpu", lambda _: False)
-    count, coefficients = 4, tuple(composed(1e-3, num_steps).coefficients)
+    count, coefficients = 4, tuple(schedule_for(1e-3, num_steps).coefficients)
     matrices = [torch.randn(shape).to(dtype) for _ in range(count)]
 
     def run() -> Tensor:

@@ -21,16 +21,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import math
 import sys
 from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Any
 
-from amo_dist.schedule import fields
+from amo_dist.config import fail, sort_operator_types
 from amo_dist.schedule.polar_express import compose
 from amo_dist.schedule.types import Schedule
 
@@ -39,6 +38,13 @@ _toml: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) el
 
 _COMPOSED = 1e-6
 """Relative distance up to which coefficients count as those that ``ell`` composes."""
+
+
+_FILE_KEYS, _SECTION_KEYS = (
+    ({"format", "source", "schedules"}, {"parameters"}),
+    ({"steps", "norm_scale", "preconditioner", "coefficients"}, {"ell"}),
+)
+"""Keys that must be there, and keys that may."""
 
 
 def load_schedule_file(path: str | Path) -> dict[str, Schedule]:
@@ -56,10 +62,45 @@ def load_schedule_file(path: str | Path) -> dict[str, Schedule]:
     """
     record = read_toml("schedule_file", path)
     try:
-        file = _File.from_dict(record, "file")
+        _check_keys("file", record, *_FILE_KEYS)
+        if record["format"] != 1:
+            fail("file.format", record["format"], "1")
+        sections = record["schedules"]
+        if not isinstance(sections, Mapping):
+            fail("file.schedules", sections, "a section for each operator type")
+        return {
+            name: _read_schedule(f"file.schedules.{name}", sections[name])
+            for name in sort_operator_types(sections)
+        }
     except ValueError as error:
         raise ValueError(f"schedule_file {path}: {error}") from None
-    return {name: section.schedule() for name, section in file.schedules.items()}
+
+
+def _check_keys(field: str, record: object, needed: set[str], optional: set[str]) -> None:
+    if not isinstance(record, Mapping) or not needed <= set(record) <= needed | optional:
+        keys = sorted(record) if isinstance(record, Mapping) else record
+        fail(field, keys, f"the keys {sorted(needed)}, and maybe {sorted(optional)}")
+
+
+def _read_schedule(field: str, section: Any) -> Schedule:
+    """The schedule of one operator type."""
+    _check_keys(field, section, *_SECTION_KEYS)
+    steps, ell = section["steps"], section.get("ell")
+    try:
+        rows = tuple(tuple(map(float, row)) for row in section["coefficients"])
+        schedule = Schedule(rows, float(section["norm_scale"]), section["preconditioner"])  # type: ignore[arg-type]
+        composed = rows if ell is None else compose(ell, steps)
+    except TypeError as error:
+        raise ValueError(f"{field}: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"{field}.{error}") from None
+    if steps != len(rows):
+        fail(f"{field}.steps", steps, f"{len(rows)}, the number of coefficients")
+    pairs = zip(chain(*rows), chain(*composed), strict=True)
+    if not all(math.isclose(*pair, rel_tol=_COMPOSED) for pair in pairs):
+        # Edited by hand, most likely: either the bound or the coefficients no longer hold.
+        fail(f"{field}.coefficients", rows, f"those of compose({ell}, {steps})")
+    return schedule
 
 
 def read_toml(field: str, path: str | Path) -> dict[str, Any]:
@@ -72,71 +113,12 @@ def read_toml(field: str, path: str | Path) -> dict[str, Any]:
     Raises:
         ValueError: It cannot be read, or is not TOML.
     """
+    if Path(path).exists() and not Path(path).is_file():  # a pipe or a device may have no end
+        raise ValueError(f"{field}: cannot read {path}: not a regular file")
     try:
-        content: dict[str, Any] = _toml.loads(fields.read_file(path).decode())
+        content: dict[str, Any] = _toml.loads(Path(path).read_text())
     except OSError as error:
         raise ValueError(f"{field}: cannot read {path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # TOML's errors and those of UTF-8
         raise ValueError(f"{field}: {path} is not TOML: {error}") from None
     return content
-
-
-def _read_number(field: str, entry: object) -> float:
-    if isinstance(entry, bool) or not isinstance(entry, (int, float)):
-        fields.fail(field, entry, "a finite number")
-    return float(entry)
-
-
-def _read_parameter(field: str, entry: object) -> object:
-    if isinstance(entry, bool) or not isinstance(entry, (str, int, float)):
-        fields.fail(field, entry, "a number or a string")
-    return entry
-
-
-_Number: TypeAlias = Annotated[float, _read_number]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Section(fields.Stored):
-    """``[schedules.TYPE]``."""
-
-    _is_handwritten = True
-
-    steps: fields.Count
-    norm_scale: _Number
-    preconditioner: fields.Name
-    coefficients: tuple[tuple[_Number, _Number, _Number], ...]
-    ell: _Number | None = None
-
-    def _check(self, field: str) -> None:
-        if self.steps != len(self.coefficients):
-            expected = f"{len(self.coefficients)}, the number of coefficients"
-            fields.fail(f"{field}.steps", self.steps, expected)
-        try:
-            expected_rows = self.schedule().coefficients
-            if self.ell is not None:
-                expected_rows = compose(self.ell, self.steps)
-        except ValueError as error:
-            raise ValueError(f"{field}.{error}") from None
-        pairs = zip(chain(*self.coefficients), chain(*expected_rows), strict=True)
-        if not all(math.isclose(*pair, rel_tol=_COMPOSED) for pair in pairs):
-            # Edited by hand, most likely: either the bound or the coefficients no longer hold.
-            expected = f"those of compose({self.ell}, {self.steps})"
-            fields.fail(f"{field}.coefficients", self.coefficients, expected)
-
-    def schedule(self) -> Schedule:
-        return Schedule(self.coefficients, self.norm_scale, self.preconditioner)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _File(fields.Stored):
-    """A whole file."""
-
-    _is_handwritten = True
-
-    format: Annotated[int, fields.choice(1)]
-    source: fields.Name
-    schedules: Mapping[str, _Section]
-    parameters: Mapping[str, Annotated[str | int | float, _read_parameter]] = dataclasses.field(
-        default_factory=dict
-    )

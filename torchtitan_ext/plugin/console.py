@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 _OURS = ("amo_dist", "torchtitan_ext")
-_PLANS = "amo_dist.schedule.amo"
+_PLANS = "amo_dist.optimizers.muon"
 """Logger that announces plans."""
 
 

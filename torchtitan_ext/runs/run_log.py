@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from amo_dist.optimizers.muon import Muon
-from amo_dist.schedule.amo import AMOPolicy
+from amo_dist.schedule.source import Amo
 from torchtitan_ext.runs.run_files import RunFiles
 
 
@@ -41,7 +41,7 @@ def report(optimizer: object) -> Report:
     if not isinstance(optimizer, Muon):
         return Report()
     phase, num_steps = phase_and_steps(optimizer)
-    amo = optimizer.policy.config if isinstance(optimizer.policy, AMOPolicy) else None
+    amo = optimizer.source.config if isinstance(optimizer.source, Amo) else None
     return Report(
         phase=phase,
         num_steps_by_type=num_steps,
@@ -56,7 +56,7 @@ def phase_and_steps(optimizer: object, ago: int = 0) -> tuple[str, dict[str, int
     if not isinstance(optimizer, Muon):
         return "", {}
     step = max(optimizer.num_steps_taken - ago, 1)
-    schedules = optimizer.schedules_by_group(step)
+    schedules = optimizer.schedules_by_type(step)
     return optimizer.phase_at(step), {name: s.num_steps for name, s in schedules.items()}
 
 

@@ -175,7 +175,7 @@ def _steps(config: Any, registry: Sequence[MatrixInfo]) -> list[tuple[str, int, 
     from amo_dist.config import sort_operator_types
     from amo_dist.optimizers import root
     from amo_dist.optimizers.named import MUON_SCHEDULES
-    from amo_dist.schedule.policies import as_policy
+    from amo_dist.schedule.source import as_source
     from torchtitan_ext.config.schedule_file import load_schedule_file
     from torchtitan_ext.tools.shapes import PLANS
 
@@ -191,8 +191,9 @@ def _steps(config: Any, registry: Sequence[MatrixInfo]) -> list[tuple[str, int, 
         return []
     path, schedule = optimizer.muon.schedule_file, optimizer.muon.schedule
     schedule = schedule or MUON_SCHEDULES.get(optimizer.name, MUON_SCHEDULES["Muon"])
-    policy = as_policy(load_schedule_file(path) if path else schedule)
-    schedules = policy.schedules(policy.start(), policy.groups(registry), 1)
+    source = as_source(load_schedule_file(path) if path else schedule)
+    source.bind(registry)
+    schedules = source.schedules(1)
     return [(name, schedules[name].num_steps, schedules[name].num_steps) for name in types]
 
 

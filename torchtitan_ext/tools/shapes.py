@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from amo_dist.schedule.fields import read_int
+from amo_dist.config import fail
 from amo_dist.schedule.types import MatrixInfo
 
 _MOST_LAYERS, _WIDEST = 1000, 2**24
@@ -36,9 +36,10 @@ class DecoderShape:
     q_ratio: float = 1.0
 
     def __post_init__(self) -> None:
-        read_int("layers", self.layers, 1, _MOST_LAYERS)
-        for field in ("dim", "ffn_dim", "heads", "kv_heads"):
-            read_int(field, getattr(self, field), 1, _WIDEST)
+        for field in ("layers", "dim", "ffn_dim", "heads", "kv_heads"):
+            value, most = getattr(self, field), _MOST_LAYERS if field == "layers" else _WIDEST
+            if type(value) is not int or not 1 <= value <= most:
+                fail(field, value, f"an integer >= 1 and <= {most}")
         if not self.q_ratio > 0 or (self.q_ratio * self.dim) % self.heads:
             raise ValueError(
                 f"q_ratio: found {self.q_ratio!r}, expected a number > 0 that gives "

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from amo_dist.schedule.polar_express import composed
+from amo_dist.schedule.polar_express import schedule_for
 from benchmarks.plan_quality import data, jobs, train
 from benchmarks.plan_quality.jobs import Job
 from benchmarks.plan_quality.model import ARCHITECTURES, Architecture
@@ -36,14 +36,14 @@ def test_an_end_with_the_uniform_schedule_is_the_uninterrupted_run(norm: str, ro
     """To the bit: what rows share is a start, and nothing is lost at the switch."""
     corpus, start = data.load(root), dataclasses.replace(START, norm=norm)
     snapshot = train.begin(start, TINY, corpus, SHORT)
-    uniform = dict.fromkeys(train.matrix_shapes(snapshot.model)[0], composed(1e-3, 5))
+    uniform = dict.fromkeys(train.matrix_shapes(snapshot.model)[0], schedule_for(1e-3, 5))
     before = train.digest(snapshot.model)
     end = train.finish(snapshot, uniform, corpus, SHORT)
     assert train.digest(snapshot.model) == before
     whole = train.begin(dataclasses.replace(start, switch=9), TINY, corpus, SHORT)
     assert train.digest(end.model) == train.digest(whole.model)
     assert [*snapshot.train_loss, *end.train_loss] == whole.train_loss
-    other = train.finish(snapshot, dict.fromkeys(uniform, composed(1e-3, 2)), corpus, SHORT)
+    other = train.finish(snapshot, dict.fromkeys(uniform, schedule_for(1e-3, 2)), corpus, SHORT)
     assert train.digest(other.model) != train.digest(end.model)
 
 

@@ -1,22 +1,24 @@
-"""How many Newton-Schulz steps each operator type gets, under a budget of steps or of flops.
+"""How many Newton-Schulz steps each operator type gets, within a budget of steps or of flops.
 
-Types are positions here: curves, costs and allocations are sequences in one common order, and
-ties go to the earlier position. Ratios and flops are exact (``Fraction`` and ``int``), because
-binary floating point puts half-way budgets on the wrong side.
+Types are positions: curves, costs and allocations are sequences in one common order, and ties go to
+the earlier position. Ratios and flops are exact (``Fraction`` and ``int``), because binary floating
+point puts half-way budgets on the wrong side.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from itertools import accumulate
 from typing import TypeAlias
 
-from amo_dist.config import MOST_STEPS
-from amo_dist.schedule.fields import fail
-
 Curve: TypeAlias = Mapping[int, float]
-"""Projected error by number of steps."""
+"""Error by number of steps, over one contiguous range."""
+
+_Front: TypeAlias = list[tuple[int, int]]
+"""Pairs of flops, rising, and errors, strictly falling: none beats another."""
 
 _GAIN = 1e-12
 """A transfer must gain more, since float noise could cycle."""
@@ -68,51 +70,14 @@ def flop_budget(ratio: float, costs: Sequence[int], base_steps: int) -> int:
     return math.floor(exact_ratio(ratio) * base_steps * sum(costs))
 
 
-def relax_range(budget: int, num_types: int, min_steps: int, max_steps: int) -> tuple[int, int]:
-    """Widen the range of steps per type, as far as the budget needs it and no farther.
-
-    Args:
-        budget: Total of steps.
-        num_types: Number of operator types.
-        min_steps: Fewest steps asked for.
-        max_steps: Most steps asked for.
-
-    Returns:
-        The range ``(min_steps, max_steps)`` within which the budget can be met.
-
-    Raises:
-        ValueError: Even one step of every type is over the budget, or it takes more than 100.
-    """
-    check_affordable(budget, num_types)
-    if budget > max(max_steps, MOST_STEPS) * num_types:
-        fail("budget", budget, f"at most {MOST_STEPS} steps of each of {num_types} operator types")
-    return min(min_steps, budget // num_types), max(max_steps, -(-budget // num_types))
-
-
-def check_affordable(budget: int, one_step_each: int) -> None:
-    """Refuse a budget that is below one step of every type, in steps or in flops."""
-    if budget < one_step_each:
-        fail("budget", budget, f"at least {one_step_each}, one step of every operator type")
-
-
-def objective(curves: Sequence[Curve], allocation: Sequence[int]) -> float:
-    """The summed error of an allocation, correctly rounded."""
-    return math.fsum(curve[k] for curve, k in zip(curves, allocation, strict=True))
-
-
-def weighted_sum(errors: Sequence[float], weights: Sequence[float]) -> float:
-    """The sum of errors, each times its weight, correctly rounded."""
-    return math.fsum(error * weight for error, weight in zip(errors, weights, strict=True))
-
-
 def greedy(curves: Sequence[Curve], budget: int, base_steps: int = 5) -> tuple[int, ...]:
     """The passes add, remove and transfer of the AMO paper; ties to the earlier type.
 
-    They reach the least summed error on convex curves only: see `exact` for any.
+    They reach the least summed error on convex curves only: see `least_error` for any.
 
     Args:
         curves: For each type the projected error at every number of steps it may get. All have
-            the same contiguous range of steps, and finite values.
+            the same range of steps, and finite values.
         budget: Steps to hand out, exactly.
         base_steps: Steps of each type at the start.
 
@@ -144,3 +109,60 @@ def greedy(curves: Sequence[Curve], budget: int, base_steps: int = 5) -> tuple[i
         steps[i] += 1
         steps[j] -= 1
     return tuple(steps)
+
+
+def least_error(curves: Sequence[Curve], budget: int, costs: Sequence[int]) -> tuple[int, ...]:
+    """The allocation of least error within a budget; of equal ones the lexicographically smallest.
+
+    A dynamic program over the types: for the types from each on it keeps every pair of flops and
+    error that no other beats in both. Sums are of integers, so that comparisons and ties are exact.
+    Made for a few dozen types.
+
+    Args:
+        curves: For each type the error at every number of steps.
+        budget: The most flops. Enough for the fewest steps of all types.
+        costs: Flops of one step of each type.
+    """
+    errors = _as_integers(curves)
+    fronts = _fronts(errors, costs, budget)
+    best = _within(fronts[0], budget)
+    allocation: list[int] = []
+    for curve, cost, front in zip(errors, costs, fronts[1:], strict=True):
+        k = next(k for k in sorted(curve) if curve[k] + _within(front, budget - k * cost) == best)
+        allocation.append(k)
+        budget, best = budget - k * cost, best - curve[k]
+    return tuple(allocation)
+
+
+def _fronts(errors: Sequence[Mapping[int, int]], costs: Sequence[int], budget: int) -> list[_Front]:
+    """Reach of the types from i on, for each i, while those before take their fewest steps."""
+    fewest = min(errors[0])
+    spent = [0, *accumulate(fewest * cost for cost in costs)]
+    fronts: list[_Front] = [[(0, 0)]]
+    for curve, cost, before in zip(errors[::-1], costs[::-1], spent[-2::-1], strict=True):
+        limit = budget - before
+        points = sorted(
+            (flops + k * cost, error + more)
+            for k, more in curve.items()
+            for flops, error in fronts[-1]
+            if flops + k * cost <= limit
+        )
+        front: _Front = []
+        for point in points:
+            if not front or point[1] < front[-1][1]:
+                front.append(point)
+        fronts.append(front)
+    return fronts[::-1]
+
+
+def _within(front: _Front, budget: int) -> float:
+    """The least error within a budget; infinite where nothing is."""
+    place = bisect_right(front, (budget, math.inf))
+    return front[place - 1][1] if place else math.inf
+
+
+def _as_integers(curves: Sequence[Curve]) -> list[dict[int, int]]:
+    """The same errors times one common power of two: sums and comparisons become exact."""
+    ratios = [{k: float(e).as_integer_ratio() for k, e in curve.items()} for curve in curves]
+    common = max(d for curve in ratios for _, d in curve.values())
+    return [{k: n * (common // d) for k, (n, d) in curve.items()} for curve in ratios]

@@ -1,0 +1,501 @@
+"""Sources of schedules: which schedule each operator type uses at each optimizer step."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import math
+import operator
+import random
+import statistics
+from collections.abc import Collection, Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+from amo_dist.config import AMOConfig, MuonConfig, fail, sort_operator_types
+from amo_dist.schedule.allocate import ns_step_flops
+from amo_dist.schedule.coefficients import named_schedule
+from amo_dist.schedule.plan import (
+    Plan,
+    StepsAndElls,
+    best_curve,
+    candidates,
+    check_budget,
+    plan_measured,
+    plan_paper,
+    remarks,
+    shrunk,
+)
+from amo_dist.schedule.polar_express import SAFETY, schedule_for
+from amo_dist.schedule.types import MatrixInfo, Schedule
+
+logger = logging.getLogger(__name__)
+
+PHASES = ("observation", "transition", "locked", "uniform")
+"""The phases of AMO, in their order; ``uniform`` follows ``observation`` under ``observe_only``."""
+
+_SHARED = {field.name for field in dataclasses.fields(MuonConfig)} - {"update_norm", "adjust_lr"}
+"""Settings of every optimizer of the family by which errors are neither measured nor weighted."""
+
+
+class Source:
+    """Schedules as a function of what was recorded and of the optimizer step, counted from 1.
+
+    It knows no tensors and never communicates: what happens in a run changes it on every rank
+    alike. Attributes are rebound and never changed in place, so that a shallow copy is a copy.
+    """
+
+    name = ""
+    """Name in saved state."""
+
+    def key(self, matrix: MatrixInfo) -> str:
+        """Key of a matrix in `schedules`."""
+        return matrix.operator_type
+
+    def bind(self, registry: Sequence[MatrixInfo]) -> None:
+        """Take the matrices of all ranks, in any order; names are unique.
+
+        Raises:
+            ValueError: The source cannot run these matrices, or was loaded for others.
+        """
+
+    def version(self, step: int) -> int:
+        """A number that is another one wherever schedules have changed."""
+        return 0
+
+    def schedules(self, step: int) -> Mapping[str, Schedule]:
+        """The schedule of each key at an optimizer step."""
+        raise NotImplementedError
+
+    def phase(self, step: int) -> str:
+        """``uniform``; for AMO see ``PHASES``."""
+        return "uniform"
+
+    def candidates(self) -> Sequence[Schedule]:
+        """The schedules whose errors an observation measures."""
+        return ()
+
+    def sample(self, step: int) -> Sequence[str]:
+        """Names of the matrices to observe at a step, sorted; none at most steps."""
+        return ()
+
+    def record(self, step: int, observed: Mapping[str, Sequence[float]]) -> list[str]:
+        """Take in an observation, the same numbers on every rank.
+
+        Args:
+            step: Optimizer step.
+            observed: Measurements by name, see `amo_dist.engine.observe`; matrices of `sample` that
+                are missing count as invalid.
+
+        Returns:
+            Remarks for the log, which one rank writes.
+        """
+        return []
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """Plain numbers for a logger: ``amo/ns_steps/<operator type>``."""
+        schedules = self.schedules(step)
+        return {f"amo/ns_steps/{key}": float(one.num_steps) for key, one in schedules.items()}
+
+    def state(self) -> dict[str, Any]:
+        """JSON values from which `load` restores the source bit for bit."""
+        return {"name": self.name}
+
+    def load(
+        self, state: Mapping[str, Any], config: MuonConfig, changed: Collection[str], step: int
+    ) -> None:
+        """Go on from a saved state, whose digest was right.
+
+        Args:
+            state: Result of `state`.
+            config: Settings to go on with.
+            changed: Names of the settings that the saved run had otherwise.
+            step: Optimizer steps that the saved run had taken.
+
+        Raises:
+            ValueError: It is the state of another model.
+        """
+
+
+class Fixed(Source):
+    """A fixed schedule for each operator type.
+
+    Args:
+        by_type: Schedule of each operator type.
+        default: Schedule of the other types; without it they are an error.
+    """
+
+    name = "fixed"
+
+    def __init__(self, by_type: Mapping[str, Schedule], default: Schedule | None = None) -> None:
+        self._by_type, self._default = by_type, default
+        self._schedules: Mapping[str, Schedule] = {}
+
+    def bind(self, registry: Sequence[MatrixInfo]) -> None:
+        """See `Source.bind`."""
+        types = sort_operator_types(matrix.operator_type for matrix in registry)
+        self._schedules = {name: self._schedule(name) for name in types}
+
+    def schedules(self, step: int) -> Mapping[str, Schedule]:
+        """The table, whatever the step."""
+        return self._schedules
+
+    def state(self) -> dict[str, Any]:
+        """A digest of the table: there is nothing else to restore."""
+        table = {name: schedule.digest() for name, schedule in self._by_type.items()}
+        default = None if self._default is None else self._default.digest()
+        text = json.dumps([table, default], sort_keys=True)
+        return {"name": self.name, "schedules": hashlib.sha256(text.encode()).hexdigest()}
+
+    def load(
+        self, state: Mapping[str, Any], config: MuonConfig, changed: Collection[str], step: int
+    ) -> None:
+        """See `Source.load`; ``on_config_change = "replan"`` lets the table change, too."""
+        if state == self.state():
+            return
+        if config.on_config_change != "replan":
+            expected = f"{self.state()['schedules']}: the coefficients have changed; set "
+            expected += "on_config_change to 'replan' to go on with those of this run"
+            fail("control.source.schedules", state.get("schedules"), expected)
+        logger.warning("the coefficients have changed, and those of this run are in force")
+
+    def _schedule(self, operator_type: str) -> Schedule:
+        schedule = self._by_type.get(operator_type, self._default)
+        if schedule is None:
+            known = ", ".join(sort_operator_types(self._by_type))
+            fail("operator_type", operator_type, f"one with a schedule: {known}")
+        return schedule
+
+
+def as_source(schedule: str | Schedule | Mapping[str, Schedule] | Source) -> Source:
+    """The source that a name, one schedule, or one for each operator type stands for.
+
+    Raises:
+        ValueError: There is no schedule of this name.
+    """
+    if isinstance(schedule, Source):
+        return schedule
+    if isinstance(schedule, str):
+        named = named_schedule(schedule)
+        return Fixed(named.by_type, named.schedule)
+    return Fixed({}, schedule) if isinstance(schedule, Schedule) else Fixed(schedule)
+
+
+# ---------------------------------------------------------------- AMO
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Observation:
+    """Record of one observation, by operator type.
+
+    Attributes:
+        step: Optimizer step.
+        ell: Median effective ``ell`` of the valid matrices; None where none was valid.
+        num_sampled: Number of matrices that were drawn.
+        num_invalid: Matrices with a non-finite entry, or with zeros alone, which contribute
+            nothing.
+    """
+
+    step: int
+    ell: dict[str, float | None]
+    num_sampled: dict[str, int]
+    num_invalid: dict[str, int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ErrorSum:
+    """Errors of all candidates on the matrices of a type, added up over observations.
+
+    Attributes:
+        totals: Mean over the valid matrices of an observation, summed over observations.
+        num_observations: Observations with a valid matrix.
+    """
+
+    totals: list[float]
+    num_observations: int
+
+
+class Amo(Source):
+    """Adaptive Muon Orthogonalization: observe, plan, glide to the plan, lock.
+
+    Optimizer steps 1 to ``observe_until`` run the uniform schedule and are observed; the plan is
+    made at the end of the last of them. The next ``transition_steps`` interpolate; from the last of
+    these on the plan itself is in force. With ``observe_only`` no plan is made: the uniform
+    schedule stays, and its phase after the last observation is ``uniform``.
+
+    Args:
+        config: When to observe, how to plan, how long to glide.
+    """
+
+    name = "amo"
+
+    def __init__(self, config: AMOConfig) -> None:
+        self.config = config
+        self.observations: tuple[Observation, ...] = ()
+        """Observations of the plan, or those toward it."""
+        self.plan: Plan | None = None
+        self._begin = 0
+        """Step after which observations count: that at which changed settings dropped a plan."""
+        self._sums: Mapping[str, ErrorSum] = {}
+        """Errors of candidates by type; none before the first observation, and under a plan."""
+        self._members: Mapping[str, Sequence[MatrixInfo]] = {}
+        """Matrices of each operator type, sorted by name; types in their declared order."""
+        self._warns_of_tau = config.planner == "paper"
+
+    def bind(self, registry: Sequence[MatrixInfo]) -> None:
+        """See `Source.bind`.
+
+        A budget that cannot be met is refused now: it must not come to light at the last
+        observation, hours into a run.
+        """
+        members: dict[str, list[MatrixInfo]] = {
+            name: [] for name in sort_operator_types(m.operator_type for m in registry)
+        }
+        for matrix in sorted(registry, key=lambda matrix: matrix.name):
+            members[matrix.operator_type].append(matrix)
+        self._members = members
+        self._check_types()
+        if members:
+            check_budget(self.config, self._costs())
+
+    def _check_types(self) -> None:
+        recorded = [tuple(observation.ell) for observation in self.observations]
+        if self.plan is not None:
+            recorded.append(self.plan.operator_types)
+        for types in recorded if self._members else ():
+            if types != tuple(self._members):
+                expected = f"the operator types {[*self._members]}: is this another model's state?"
+                fail("control.source", types, expected)
+
+    # ---------------------------------------------------------------- schedules
+
+    @property
+    def observe_until(self) -> int:
+        """Step of the last observation; at least one is made after a plan was dropped."""
+        return max(self.config.observe_until, self._following(self._begin))
+
+    def version(self, step: int) -> int:
+        """The number of steps of the transition that are taken."""
+        if self.plan is None:
+            return 0
+        return min(max(step - self.observe_until, 0), self.config.transition_steps)
+
+    def phase(self, step: int) -> str:
+        """One of ``PHASES``."""
+        if step <= self.observe_until:
+            return "observation"
+        if self.config.observe_only:
+            return "uniform"
+        is_locked = step >= self.observe_until + self.config.transition_steps
+        return "locked" if is_locked else "transition"
+
+    def schedules(self, step: int) -> Mapping[str, Schedule]:
+        """Uniform, interpolated or planned schedules."""
+        steps_and_ells = self.state_at(step)
+        return {name: schedule_for(ell, steps) for name, (steps, ell) in steps_and_ells.items()}
+
+    def state_at(self, step: int) -> StepsAndElls:
+        """Newton-Schulz steps and effective ``ell`` of each type at an optimizer step."""
+        is_planned = self.phase(step) in ("transition", "locked")
+        if self.plan is None and is_planned and self._members:
+            fail("step", step, f"at most {self.observe_until} before the plan is made")
+        if self.plan is None or not is_planned:
+            return dict.fromkeys(self._members, (self.config.base_steps, self.config.base_ell))
+        return self.plan.state_at(Fraction(self.version(step), self.config.transition_steps))
+
+    # ---------------------------------------------------------------- observations
+
+    def candidates(self) -> Sequence[Schedule]:
+        """Every number of steps that a plan may give, with every ``ell`` of a grid."""
+        return [schedule_for(ell, steps) for steps, ell in candidates(self.config)]
+
+    def sample(self, step: int) -> Sequence[str]:
+        """Names of the matrices to observe at a step, sorted; none at most steps."""
+        is_due = step % self.config.interval == 0 and step <= self.observe_until
+        if self.plan is not None or not is_due:
+            return ()
+        drawn: list[str] = []
+        for name, members in self._members.items():
+            names = [matrix.name for matrix in members]
+            drawn += draw(self.config.seed, step, name, names, self.config.sample_size)
+        return tuple(sorted(drawn))
+
+    def record(self, step: int, observed: Mapping[str, Sequence[float]]) -> list[str]:
+        """Keep the medians of one observation, add up the errors, and plan at the last one."""
+        ell: dict[str, float | None] = {}
+        num_sampled, num_invalid, sums, lines = {}, {}, dict(self._sums), []
+        sample = {*self.sample(step)}
+        for name, members in self._members.items():
+            drawn = [matrix for matrix in members if matrix.name in sample]
+            valid = [m for m in drawn if 0 < observed.get(m.name, (math.nan,))[0] < math.inf]
+            ells = [min(observed[matrix.name][0], 1.0) / SAFETY for matrix in valid]
+            ell[name] = statistics.median(ells) if ells else None
+            num_sampled[name], num_invalid[name] = len(drawn), len(drawn) - len(valid)
+            if valid:
+                rows = [observed[matrix.name][2:] for matrix in valid]
+                sums[name] = _plus(sums.get(name), rows, [matrix.weight for matrix in valid])
+            if len(valid) < len(drawn):
+                invalid = ", ".join(matrix.name for matrix in drawn if matrix not in valid)
+                lines.append(f"step {step}: no valid ell for {invalid}: left out")
+        lines += self._remarks_on_tau(step, observed)
+        observations = (*self.observations, Observation(step, ell, num_sampled, num_invalid))
+        if self._members and step >= self.observe_until and not self.config.observe_only:
+            plan, more = self._make_plan(observations, sums)
+            lines, sums, self.plan = [*lines, *more], {}, plan
+        self.observations, self._sums = observations, sums
+        return lines
+
+    def _remarks_on_tau(self, step: int, observed: Mapping[str, Sequence[float]]) -> list[str]:
+        clamped = sorted(name for name, (_, is_clamped, *_) in observed.items() if is_clamped == 1)
+        if not (clamped and self._warns_of_tau):
+            return []
+        self._warns_of_tau = False
+        line = f"step {step}: the least singular value of {', '.join(clamped[:3])} is below 1e-10, "
+        line += "the absolute tau of the AMO paper, which counts in its place: ell is too large"
+        return [line]
+
+    def _make_plan(
+        self, observations: Sequence[Observation], sums: Mapping[str, ErrorSum]
+    ) -> tuple[Plan, list[str]]:
+        """The plan, a pure function of agreed numbers and of the settings; and remarks on it."""
+        config, costs, lines = self.config, self._costs(), []
+        robust: dict[str, float] = {}
+        for name in self._members:
+            medians = [ell for one in observations if (ell := one.ell[name]) is not None]
+            robust[name] = statistics.median(medians) if medians else config.base_ell
+            if not medians:
+                fallback = f"it falls back to base_ell = {config.base_ell:g}"
+                lines.append(f"{name} has no valid observation; {fallback}")
+        if config.planner == "paper":
+            target = {name: shrunk(config, ell) for name, ell in robust.items()}
+            plan = plan_paper(config, target, costs)
+        else:
+            curves = {name: best_curve(config, _mean(sums.get(name))) for name in self._members}
+            plan = plan_measured(config, curves, self._weights(), costs)
+        return plan, [*lines, *remarks(plan, config)]
+
+    def _costs(self) -> list[int]:
+        """Flops of one Newton-Schulz step of all matrices of each type."""
+        return [
+            sum(ns_step_flops(*matrix.shape) for matrix in members)
+            for members in self._members.values()
+        ]
+
+    def _weights(self) -> list[float]:
+        """Share of each type in the whole update's squared norm: see `MatrixInfo.weight`."""
+        weights = [math.fsum(m.weight for m in members) for members in self._members.values()]
+        whole = math.fsum(weights)
+        return [weight / whole if whole else 1 / len(weights) for weight in weights]
+
+    def _following(self, step: int) -> int:
+        """The first multiple of ``observe_every`` after a step."""
+        return (step // self.config.interval + 1) * self.config.interval
+
+    # ---------------------------------------------------------------- state
+
+    def state(self) -> dict[str, Any]:
+        """See `Source.state`."""
+        return {
+            "name": self.name,
+            "begin": self._begin,
+            "observations": [dataclasses.asdict(observation) for observation in self.observations],
+            "errors": {name: dataclasses.asdict(one) for name, one in self._sums.items()},
+            "plan": None if self.plan is None else dataclasses.asdict(self.plan),
+        }
+
+    def load(
+        self, state: Mapping[str, Any], config: MuonConfig, changed: Collection[str], step: int
+    ) -> None:
+        """See `Source.load`; where a setting has changed that plans depend on, one is dropped.
+
+        The uniform schedule returns until the next plan, which comes with the first observation due
+        at or after ``observe_until`` of this run, at least one more being made. Earlier
+        observations of ``ell`` are kept; measured errors are of the later ones.
+        """
+        assert isinstance(config, AMOConfig)
+        self.config, self._begin = config, state["begin"]
+        types = sort_operator_types({t for one in state["observations"] for t in one["ell"]})
+        self.observations = tuple(
+            Observation(one["step"], *({t: one[k][t] for t in types} for k in _BY_TYPE))
+            for one in state["observations"]
+        )
+        self._sums = {name: ErrorSum(**one) for name, one in state["errors"].items()}
+        self.plan = None if state["plan"] is None else Plan.from_dict(state["plan"])
+        if set(changed) - _SHARED:
+            self._begin, self._sums, self.plan = step, {}, None
+        self._check_types()
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """Plain numbers for a logger, the same keys at every step.
+
+        ``amo/phase`` is 0 in observation, 1 in transition, 2 when locked, 3 when uniform. By type,
+        ``amo/ns_steps`` is the number of Newton-Schulz steps, ``amo/ell`` the latest observed
+        effective ``ell`` and ``amo/ell_target`` the plan's; both are ``base_ell`` where there is
+        none yet. ``amo/observations`` counts observations, ``amo/invalid_observations`` the
+        matrices left out of their medians.
+        """
+        values, base = super().metrics(step), self.config.base_ell
+        targets = (base,) * len(self._members) if self.plan is None else self.plan.ell_target
+        for name, target in zip(self._members, targets, strict=True):
+            valid = [ell for one in self.observations if (ell := one.ell[name]) is not None]
+            values[f"amo/ell/{name}"] = valid[-1] if valid else base
+            values[f"amo/ell_target/{name}"] = target
+        num_invalid = sum(sum(one.num_invalid.values()) for one in self.observations)
+        return {
+            **values,
+            "amo/phase": float(PHASES.index(self.phase(step))),
+            "amo/observations": float(len(self.observations)),
+            "amo/invalid_observations": float(num_invalid),
+        }
+
+
+_BY_TYPE = ("ell", "num_sampled", "num_invalid")
+"""Fields of an `Observation` that are mappings from operator types."""
+
+
+def draw(seed: int, step: int, kind: str, names: Sequence[str], size: int) -> list[str]:
+    """Draw names uniformly without replacement, alike on every rank, machine and Python version.
+
+    Args:
+        seed: Seed of the run.
+        step: Optimizer step.
+        kind: Operator type of the names.
+        names: Names to draw from, in a fixed order.
+        size: Number to draw; all, if there are fewer.
+
+    Returns:
+        The names drawn, in the order of ``names``.
+    """
+    key = hashlib.sha256(f"{seed}/{step}/{kind}".encode()).digest()
+    # Python promises only for random() that an integer seed always gives the same numbers: so the
+    # part of a Fisher-Yates shuffle that is needed is spelled out.
+    generator = random.Random(int.from_bytes(key, "big"))
+    indices = list(range(len(names)))
+    size = min(size, len(names))
+    for i in range(size):
+        j = i + int(generator.random() * (len(names) - i))
+        indices[i], indices[j] = indices[j], indices[i]
+    return [names[i] for i in sorted(indices[:size])]
+
+
+def _plus(
+    before: ErrorSum | None, rows: Sequence[Sequence[float]], weights: Sequence[float]
+) -> ErrorSum:
+    """The sum with one more observation: the errors of each valid matrix, and its weight."""
+    most = max(weights)
+    # Matrices of weight zero alone count alike: nothing is divided by zero.
+    shares = [weight / most if most else 1.0 for weight in weights]
+    whole = math.fsum(shares)
+    means = [
+        math.fsum(map(operator.mul, shares, errors)) / whole for errors in zip(*rows, strict=True)
+    ]
+    if before is None:
+        return ErrorSum(means, 1)
+    return ErrorSum([*map(operator.add, before.totals, means)], before.num_observations + 1)
+
+
+def _mean(total: ErrorSum | None) -> list[float] | None:
+    """The mean over observations; None for a type that never had a valid matrix."""
+    return None if total is None else [value / total.num_observations for value in total.totals]

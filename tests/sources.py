@@ -1,0 +1,76 @@
+"""Sources of a small world, run to a given point without tensors or ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from amo_dist.config import AMOConfig
+from amo_dist.schedule.source import Amo
+from amo_dist.schedule.types import MatrixInfo, Schedule
+
+TYPES = ("attn_q", "mlp_down", "expert")
+REGISTRY = [
+    MatrixInfo(f"layers.{layer}.{name}", shape, name)
+    for name, shape in zip(TYPES, [(8, 8), (4, 12), (6, 1)], strict=True)
+    for layer in range(5)
+]
+TIMES: dict[str, Any] = {
+    "observe_until": 6,
+    "observe_every": 2,
+    "transition_steps": 4,
+    "sample_size": 3,
+}
+PAPER = AMOConfig.paper(**TIMES)
+MEASURED = AMOConfig(**TIMES)
+ELL = {"attn_q": 3e-5, "mlp_down": 2e-3, "expert": 0.04}
+SIZE = 6
+
+
+def spectrum(ell: float) -> list[float]:
+    """Singular values from 1 down to about ``ell`` of their norm, evenly in logarithms."""
+    return [ell ** (i / (SIZE - 1)) for i in range(SIZE)]
+
+
+def distance(sigmas: Sequence[float], schedule: Schedule, exact_norm: bool = False) -> float:
+    """The mean squared distance to the polar factor that a schedule leaves, in plain Python."""
+    norm = schedule.norm_scale * math.hypot(*sigmas)
+    images = [schedule.image(sigma / norm) for sigma in sigmas]
+    if exact_norm and any(images):
+        # As the specification has it: the error of the direction alone.
+        factor = math.sqrt(len(images) / sum(y * y for y in images))
+        return 2 * (1 - sum(y * factor for y in images) / len(images))
+    return sum((y - 1) ** 2 for y in images) / len(images)
+
+
+def amo(config: AMOConfig = PAPER) -> Amo:
+    source = Amo(config)
+    source.bind(REGISTRY)
+    return source
+
+
+def observed(source: Amo, ell_by_name: Mapping[str, float]) -> dict[str, list[float]]:
+    """Observations of matrices of which only ``ell`` is known."""
+    candidates, found = source.candidates(), {}
+    errors = {
+        ell: [distance(spectrum(ell), schedule) for schedule in candidates]
+        for ell in {*ell_by_name.values()}
+        if 0 < ell < math.inf
+    }
+    for name, ell in ell_by_name.items():
+        found[name] = [ell, 0.0, *errors.get(ell, [math.nan] * len(candidates))]
+    return found
+
+
+def observe(source: Amo, step: int, ell: Mapping[str, float] = ELL) -> list[str]:
+    ells = {name: ell[name.rsplit(".", 1)[1]] for name in source.sample(step)}
+    return source.record(step, observed(source, ells))
+
+
+def planned(config: AMOConfig = PAPER, ell: Mapping[str, float] = ELL) -> Amo:
+    source = amo(config)
+    for step in range(config.interval, config.observe_until + 1, config.interval):
+        observe(source, step, ell)
+    assert source.plan is not None
+    return source

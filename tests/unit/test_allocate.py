@@ -1,0 +1,117 @@
+"""Budgets and allocations of Newton-Schulz steps."""
+
+from __future__ import annotations
+
+import itertools
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from amo_dist.schedule.allocate import (
+    flop_budget,
+    greedy,
+    least_error,
+    ns_step_flops,
+    round_half_up,
+    step_budget,
+)
+
+Curves = list[dict[int, float]]
+
+# A coarse grid of errors makes ties common; the other draws exercise full precision.
+ERRORS = st.one_of(st.integers(0, 4).map(lambda n: n / 4), st.floats(0, 1, allow_subnormal=False))
+# Sums and differences of these round to the same float along different ways.
+ROUNDING = st.one_of(
+    ERRORS,
+    st.sampled_from([0.1, 0.2, 0.3, 0.1 * 3, 0.7, 0.6 + 1e-16, 0.1 + 1e-13, 1e16, 1e16 + 2, -1.0]),
+    st.integers(-3, 3).map(lambda n: 1 + n * 2.0**-52),
+)
+
+
+@st.composite
+def curves(draw: st.DrawFn, errors: st.SearchStrategy[float] = ERRORS) -> Curves:
+    low = draw(st.integers(1, 4))
+    ks = range(low, low + draw(st.integers(1, 4)))
+    return [{k: draw(errors) for k in ks} for _ in range(draw(st.integers(1, 5)))]
+
+
+def flops(allocation: tuple[int, ...], costs: list[int]) -> int:
+    return sum(k * cost for k, cost in zip(allocation, costs, strict=True))
+
+
+@settings(deadline=None, max_examples=100)
+@given(found=curves(), data=st.data())
+def test_the_least_error_is_that_of_all_allocations(found: Curves, data: Any) -> None:
+    small, large = st.integers(1, 5), st.integers(1, 10**15)
+    costs = [data.draw(st.one_of(small, large)) for _ in found]
+    choices = list(itertools.product(*(sorted(curve) for curve in found)))
+    least, most = flops(choices[0], costs), flops(choices[-1], costs)
+    budget = data.draw(st.integers(least, most + 1))
+
+    def cost(choice: tuple[int, ...]) -> Fraction:
+        return sum((Fraction(c[k]) for c, k in zip(found, choice, strict=True)), Fraction(0))
+
+    within = [choice for choice in choices if flops(choice, costs) <= budget]
+    assert least_error(found, budget, costs) == min(within, key=lambda one: (cost(one), one))
+
+
+def plain_greedy(found: Curves, budget: int, base_steps: int) -> tuple[int, ...]:
+    """The passes as the AMO paper has them: the best of all pairs, the first of equal ones."""
+    low, high = min(found[0]), max(found[0])
+    steps = [min(max(base_steps, low), high)] * len(found)
+
+    def gain(i: int) -> float:
+        return found[i][steps[i]] - found[i][steps[i] + 1]
+
+    def loss(j: int) -> float:
+        return found[j][steps[j] - 1] - found[j][steps[j]]
+
+    def takers() -> list[int]:
+        return [i for i in range(len(found)) if steps[i] < high]
+
+    def givers() -> list[int]:
+        return [j for j in range(len(found)) if steps[j] > low]
+
+    while sum(steps) < budget:
+        steps[max(takers(), key=gain)] += 1
+    while sum(steps) > budget:
+        steps[min(givers(), key=loss)] -= 1
+    while True:
+        pairs = [(gain(i) - loss(j), i, j) for i in takers() for j in givers() if i != j]
+        best = max(pairs, key=lambda pair: pair[0], default=(0.0, 0, 0))
+        if not best[0] > 1e-12:
+            return tuple(steps)
+        steps[best[1]] += 1
+        steps[best[2]] -= 1
+
+
+@settings(deadline=None, max_examples=100)
+@given(kinds=curves(ROUNDING), data=st.data())
+def test_greedy_takes_the_first_of_the_best_pairs(kinds: Curves, data: Any) -> None:
+    found = data.draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=9))
+    low, high = min(found[0]), max(found[0])
+    budget = data.draw(st.integers(low * len(found), high * len(found)))
+    base = data.draw(st.integers(1, 8))
+    assert greedy(found, budget, base) == plain_greedy(found, budget, base)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "expected"), [(0.7, 25), (0.8, 28), (0.9, 32), (1.0, 35), (1.1, 39), (1.2, 42)]
+)
+def test_step_budgets_are_rounded_half_up_exactly(ratio: float, expected: int) -> None:
+    """The paper's list, where floats and banker's rounding give 24 and 38."""
+    assert step_budget(ratio, 7, 5) == expected
+    assert round_half_up(Fraction(5, 2)) == 3
+
+
+def test_flops() -> None:
+    # X X^T, then its square, then its product with X; a multiply-add is two flops.
+    m, n = 3, 5
+    assert ns_step_flops(m, n) == 2 * (m * m * n + m * m * m + m * m * n)
+    assert ns_step_flops(n, m) == ns_step_flops(m, n)
+    assert flop_budget(1.1, [6, 4], 3) == 33
+    huge = 10**30 + 1
+    assert flop_budget(1.0, [huge, huge], 5) == 10 * huge

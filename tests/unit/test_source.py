@@ -1,0 +1,358 @@
+"""Sources of schedules: AMO's observations and phases, fixed tables, what a state restores."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import math
+import random
+from collections import Counter
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from amo_dist.config import AMOConfig, MuonConfig
+from amo_dist.schedule.plan import shrunk
+from amo_dist.schedule.polar_express import SAFETY, compose, schedule_for
+from amo_dist.schedule.source import Amo, Fixed, as_source, draw
+from amo_dist.schedule.types import MatrixInfo, Schedule
+from amo_dist.state.control import ScheduleState, control_record, restore, to_text
+from tests.sources import ELL, MEASURED, PAPER, REGISTRY, TYPES, amo, observe, observed, planned
+
+BOTH = pytest.mark.parametrize("config", [PAPER, MEASURED], ids=["paper", "measured"])
+
+# ---------------------------------------------------------------- drawing
+
+
+def test_the_draw_is_pinned() -> None:
+    """Another draw would observe other matrices after a resume on a new version."""
+    names = [f"layers.{i}" for i in range(28)]
+    drawn = draw(42, 150, "attn_q", names, 8)
+    assert [int(name.split(".")[1]) for name in drawn] == [2, 6, 11, 12, 14, 15, 17, 26]
+
+
+def test_the_draw_depends_on_seed_step_and_type() -> None:
+    names = [f"layers.{i}" for i in range(100)]
+    draws = {
+        tuple(draw(seed, step, name, names, 8))
+        for seed in (1, 11)
+        for step in (1, 11)
+        for name in ("attn_q", "attn_k")
+    }
+    assert len(draws) == 8
+
+
+def test_the_draw_is_uniform_and_without_replacement() -> None:
+    names = [f"n{i}" for i in range(10)]
+    pairs = Counter(tuple(draw(7, step, "t", names, 2)) for step in range(1, 9001))
+    assert len(pairs) == 45
+    # 200 expected of each pair, standard deviation 14; 5 of those cover all 45 pairs.
+    assert all(abs(count - 200) < 70 for count in pairs.values())
+    assert draw(7, 1, "t", names[:2], 8) == names[:2]
+
+
+# ---------------------------------------------------------------- AMO
+
+
+@BOTH
+def test_amo_from_the_first_step_to_the_lock(config: AMOConfig) -> None:
+    source = amo(config)
+    uniform = schedule_for(1e-3, 5)
+    for step in range(1, 7):
+        assert source.phase(step) == "observation"
+        assert source.schedules(step) == dict.fromkeys(TYPES, uniform)
+        sample = source.sample(step)
+        assert bool(sample) == (step in (2, 4, 6))
+        if sample:
+            assert list(sample) == sorted(sample)
+            kinds = Counter(name.rsplit(".", 1)[1] for name in sample)
+            assert kinds == dict.fromkeys(TYPES, 3)
+            observe(source, step)
+    plan = source.plan
+    assert plan is not None
+    versions = [source.version(step) for step in range(6, 13)]
+    assert versions == [0, 1, 2, 3, 4, 4, 4]
+    for step in (7, 8, 9):
+        assert source.phase(step) == "transition"
+        assert source.state_at(step) == plan.state_at(Fraction(step - 6, 4))
+    planned_state = dict(
+        zip(TYPES, zip(plan.allocation, plan.ell_target, strict=True), strict=True)
+    )
+    for step in (10, 11, 10**9):
+        assert source.phase(step) == "locked"
+        assert source.state_at(step) == planned_state
+        assert not source.sample(step)
+
+
+def test_only_observing_makes_no_plan() -> None:
+    source = amo(dataclasses.replace(MEASURED, observe_only=True))
+    for step in (2, 4, 6):
+        observe(source, step)
+    assert source.plan is None
+    assert [source.phase(step) for step in (6, 7)] == ["observation", "uniform"]
+    assert source.schedules(99) == dict.fromkeys(TYPES, schedule_for(1e-3, 5))
+
+
+def test_a_step_beyond_the_plan_has_no_schedule_before_it() -> None:
+    with pytest.raises(ValueError, match="step"):
+        amo().schedules(7)
+
+
+def test_medians_of_medians_pass_over_invalid_observations() -> None:
+    source = amo(AMOConfig.paper(observe_until=6, observe_every=2, sample_size=4))
+    for step in (2, 4, 6):
+        ells = dict.fromkeys(source.sample(step), 0.5)
+        mine = [name for name in ells if name.endswith("attn_q")]
+        values = [math.nan] * 4 if step == 4 else [0.5, 0.25, 0.125, 0.0625 * step]
+        ells |= dict(zip(mine, values, strict=True))
+        source.record(step, observed(source, ells))
+    first, second, third = (one.ell["attn_q"] for one in source.observations)
+    # The conventional median of an even count: the mean of the two in the middle.
+    assert first == (0.25 / SAFETY + 0.125 / SAFETY) / 2
+    assert second is None
+    assert third == (0.25 / SAFETY + 0.375 / SAFETY) / 2
+    plan = source.plan
+    assert plan is not None
+    assert plan.ell_target[0] == shrunk(source.config, (first + third) / 2)
+    expected = Fraction("0.7") * Fraction((first + third) / 2) + Fraction("0.3") * Fraction(1e-3)
+    assert plan.ell_target[0] == float(expected)
+
+
+def test_invalid_matrices_are_left_out_counted_and_told() -> None:
+    source = amo()
+    ells = dict.fromkeys(source.sample(2), 0.5)
+    mine = [name for name in ells if name.endswith("attn_q")]
+    ells[mine[0]], ells[mine[1]], ells[mine[2]] = math.nan, math.inf, 0.25
+    lines = source.record(2, observed(source, ells))
+    (found,) = source.observations
+    assert found.ell["attn_q"] == 0.25 / SAFETY
+    assert found.num_sampled == dict.fromkeys(TYPES, 3)
+    assert found.num_invalid == {"attn_q": 2, "mlp_down": 0, "expert": 0}
+    assert lines == [f"step 2: no valid ell for {mine[0]}, {mine[1]}: left out"]
+    source.record(4, {})  # of a step that was skipped
+    assert source.observations[1].num_invalid == dict.fromkeys(TYPES, 3)
+
+
+@BOTH
+def test_a_type_without_valid_observation_falls_back(config: AMOConfig) -> None:
+    source, lines = amo(config), []
+    for step in (2, 4, 6):
+        lines += observe(source, step, {**ELL, "expert": math.nan})
+    assert "expert has no valid observation; it falls back to base_ell = 0.001" in lines
+    assert source.plan is not None
+    assert source.plan.ell_target[2] == 1e-3
+
+
+def test_single_rows_have_ell_one() -> None:
+    config = AMOConfig.paper(observe_until=1, transition_steps=1, shrinkage=1.0)
+    source = amo(config)
+    observe(source, 1, {**ELL, "expert": 1 + 1e-9})
+    steps, ell = source.state_at(2)["expert"]
+    assert ell == 1 / SAFETY
+    assert schedule_for(ell, steps).coefficients == compose(1.0, steps)
+
+
+def test_the_papers_absolute_tau_is_told_once() -> None:
+    source = amo()
+    for step, count in ((2, 1), (4, 0)):
+        rows = observed(source, dict.fromkeys(source.sample(step), 0.1))
+        rows[source.sample(step)[0]][1] = 1.0
+        lines = [line for line in source.record(step, rows) if "tau" in line]
+        assert len(lines) == count
+    measured = amo(MEASURED)
+    rows = observed(measured, dict.fromkeys(measured.sample(2), 0.1))
+    rows[measured.sample(2)[0]][1] = 1.0
+    assert not measured.record(2, rows)
+
+
+def test_metrics_have_the_same_keys_at_every_step() -> None:
+    source = amo()
+    before = source.metrics(1)
+    assert before["amo/ell/expert"] == before["amo/ell_target/expert"] == 1e-3
+    done = planned()
+    after = done.metrics(10)
+    assert set(after) == set(before)
+    assert (after["amo/phase"], after["amo/observations"]) == (2.0, 3.0)
+    assert after["amo/ell/expert"] == 0.04 / SAFETY
+    assert done.plan is not None
+    assert after["amo/ns_steps/attn_q"] == done.plan.allocation[0]
+
+
+# ---------------------------------------------------------------- every rank by itself
+
+
+@settings(deadline=None, max_examples=20)
+@given(seed=st.integers(0, 2**30), config=st.sampled_from([PAPER, MEASURED]))
+def test_ranks_that_plan_alone_hold_the_same(seed: int, config: AMOConfig) -> None:
+    """From agreed numbers, the registry in any order: state and schedules have equal digests."""
+    generator, texts = random.Random(seed), set()
+    ells = {m.name: 10 ** generator.uniform(-9, 0) for m in REGISTRY}
+    for _ in range(3):
+        registry = generator.sample(REGISTRY, len(REGISTRY))
+        source = Amo(config)
+        source.bind(registry)
+        for step in (2, 4, 6):
+            rows = observed(source, {name: ells[name] for name in source.sample(step)})
+            source.record(step, dict(generator.sample([*rows.items()], len(rows))))
+        digests = {key: one.digest() for key, one in source.schedules(8).items()}
+        texts.add(to_text({"source": source.state(), "schedules": digests}))
+    assert len(texts) == 1
+
+
+# ---------------------------------------------------------------- fixed schedules
+
+
+def test_fixed_schedules_by_type_and_by_default() -> None:
+    own, default = schedule_for(1e-3, 3), schedule_for(1e-3, 5)
+    source = Fixed({"attn_q": own}, default)
+    source.bind(REGISTRY)
+    assert source.schedules(7) == {"attn_q": own, "mlp_down": default, "expert": default}
+    assert source.metrics(1)["amo/ns_steps/attn_q"] == 3.0
+    assert (source.phase(1), source.version(1), source.sample(1)) == ("uniform", 0, ())
+    tables = {"kj": 5, "turbo": 4, "a2": 6}
+    for name, steps in tables.items():
+        named = as_source(name)
+        named.bind(REGISTRY)
+        assert named.schedules(1)["attn_q"].num_steps == steps
+    assert as_source(source) is source
+
+
+# ---------------------------------------------------------------- mistakes
+
+KJ = Schedule(((3.4445, -4.775, 2.0315),), norm_scale=1.0)
+ONE_TYPE = [MatrixInfo("a", (4, 4), "attn_q")]
+
+
+@pytest.mark.parametrize(
+    ("call", "field"),
+    [
+        (lambda: Fixed({"attn_q": KJ}).bind(REGISTRY), "operator_type"),
+        (lambda: as_source("nothing"), "schedule"),
+        (lambda: amo(AMOConfig.paper(budget_ratio=0.1)), "budget"),
+        (lambda: amo(AMOConfig(budget_ratio=0.1)), "budget"),
+        (lambda: amo(AMOConfig.paper(budget_ratio=30.0)), "budget"),
+        (lambda: AMOConfig(planner="greedy"), "planner"),
+        (lambda: AMOConfig(observe_until=1201), "observe_until"),
+        (lambda: AMOConfig(observe_until=1202), "observe_until"),
+        (lambda: AMOConfig(observe_until=1200, observe_every=7), "observe_every"),
+        (lambda: _bound(planned().state(), ONE_TYPE), "control.source"),
+        (lambda: _loaded(ONE_TYPE, planned().state()), "control.source"),
+        (lambda: Fixed({}, KJ).load(as_source("pe").state(), MuonConfig(), (), 1), "control"),
+    ],
+)
+def test_mistakes_are_named(call: Any, field: str) -> None:
+    with pytest.raises(ValueError, match=f"^{field}"):
+        call()
+
+
+def _bound(state: Mapping[str, Any], registry: list[MatrixInfo]) -> None:
+    source = Amo(PAPER)
+    source.load(state, PAPER, (), 6)
+    source.bind(registry)
+
+
+def _loaded(registry: list[MatrixInfo], state: Mapping[str, Any]) -> None:
+    source = Amo(PAPER)
+    source.bind(registry)
+    source.load(state, PAPER, (), 6)
+
+
+@pytest.mark.parametrize("kind", [MuonConfig, AMOConfig])
+def test_an_unknown_setting_is_told_with_the_known_one(kind: type[MuonConfig]) -> None:
+    with pytest.raises(TypeError, match=f"{kind.__name__}.*'momentun'.*'momentum'"):
+        kind(momentun=0.9)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="observe_until"):
+        AMOConfig(observe_untill=8)  # type: ignore[call-arg]
+    assert copy.deepcopy(kind()) == kind()
+
+
+def test_eight_observations_or_close_to_it() -> None:
+    counts = {n: n // AMOConfig(observe_until=n).interval for n in (1, 2, 3, 7, 1200, 1205)}
+    assert counts == {1: 1, 2: 2, 3: 3, 7: 7, 1200: 8, 1205: 5}
+
+
+# ---------------------------------------------------------------- whole runs, resumed anywhere
+
+STEPS = 24
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> AMOConfig:
+    every = draw(st.integers(1, 3))
+    return AMOConfig(
+        observe_every=every,
+        observe_until=every * draw(st.integers(1, 4)),
+        transition_steps=draw(st.integers(1, 6)),
+        observe_only=draw(st.integers(0, 3)) == 0,
+        sample_size=draw(st.integers(1, 6)),
+        planner=draw(st.sampled_from(["measured", "paper"])),
+        shrinkage=draw(st.sampled_from([0.0, 0.7, 1.0])),
+        budget_ratio=draw(st.sampled_from([0.8, 1.0, 1.2])),
+        seed=draw(st.integers(0, 3)),
+    )
+
+
+def ell_at(name: str, step: int) -> float:
+    """An ell that depends on nothing else; one in four is none."""
+    generator = random.Random(f"{name} {step}")
+    good = 10 ** generator.uniform(-8, -0.1)
+    return generator.choice([good, good, good, math.nan])
+
+
+def take(source: Amo, step: int) -> tuple[Any, ...]:
+    """One optimizer step of a source; all that it shows."""
+    applied, sample = (source.phase(step), dict(source.schedules(step))), source.sample(step)
+    if sample:
+        source.record(step, observed(source, {name: ell_at(name, step) for name in sample}))
+    return *applied, sample, source.metrics(step)
+
+
+def resumed(source: Amo, taken: int, config: AMOConfig, binds_first: bool) -> Amo:
+    """Another source that goes on from a state that was written and read."""
+    record = json.loads(to_text(control_record(ScheduleState(source.config, source, taken))))
+    fresh = Amo(config)
+    if binds_first:
+        fresh.bind(REGISTRY)
+    state = restore(record, ScheduleState(config, fresh))
+    assert state.steps_taken == taken
+    assert isinstance(state.source, Amo)
+    assert state.source.config == state.config
+    if not binds_first:
+        state.source.bind(REGISTRY)
+    return state.source
+
+
+def at_some_steps(values: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[int, Any]]:
+    return st.dictionaries(st.integers(1, STEPS), values, max_size=5)
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    config=configs(),
+    changes=at_some_steps(st.tuples(configs(), st.sampled_from(["replan", "keep_checkpoint"]))),
+    saves=at_some_steps(st.booleans()),
+)
+def test_a_source_resumed_anywhere_goes_on_as_it_would_have(
+    config: AMOConfig, changes: Mapping[int, Any], saves: Mapping[int, bool]
+) -> None:
+    straight, broken = Amo(config), Amo(config)
+    for source in (straight, broken):
+        source.bind(REGISTRY)
+    for step in range(1, STEPS + 1):
+        if step in changes:
+            other, rule = changes[step]
+            other = dataclasses.replace(other, on_config_change=rule)
+            straight = resumed(straight, step - 1, other, True)
+            broken = resumed(broken, step - 1, other, False)
+        elif step in saves:
+            broken = resumed(broken, step - 1, broken.config, saves[step])
+        last = straight.state_at(step)
+        assert take(straight, step) == take(broken, step), step
+        assert broken.state() == straight.state()
+        # A glide begins where the run is.
+        assert straight.state_at(step) == last

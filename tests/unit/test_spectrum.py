@@ -1,0 +1,183 @@
+"""The spectrum of a matrix and the errors of schedules on it, against decompositions."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from amo_dist.engine.observe import coefficient_table
+from amo_dist.kernels import spectrum as module
+from amo_dist.kernels.spectrum import SMALL, distances, ns_residual, singular_values, spectrum
+from amo_dist.schedule.polar_express import schedule_for
+from benchmarks.spectra import ell_by_svd, with_spectrum
+
+M = SMALL + 12
+"""Just above the size from which the Gram matrix is used."""
+SCHEDULES = [
+    schedule_for(ell, steps)
+    for ell, steps in itertools.product((1e-5, 1e-4, 1e-3, 1e-2, 1e-1), range(3, 8))
+]
+TABLE = coefficient_table(SCHEDULES)
+
+
+def values(kind: str, m: int, kappa: float) -> Tensor:
+    sigma = torch.logspace(0, -math.log10(kappa), m, dtype=torch.float64)
+    if kind == "deficient":
+        sigma[m - m // 4 :] = 0
+    elif kind == "clustered":
+        sigma[: m // 2] = 1
+        sigma[m // 2 :] = (1 + torch.linspace(1e-3, 0, m - m // 2, dtype=torch.float64)) / kappa
+    return sigma
+
+
+def random(m: int, n: int) -> Tensor:
+    return torch.randn(m, n, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def slow_distances(sigma: Tensor, exact_norm: bool = False) -> Tensor:
+    """Errors of `SCHEDULES`, one by one and without padding."""
+    found = []
+    for schedule in SCHEDULES:
+        y = torch.tensor([schedule.image(x) for x in sigma.tolist()], dtype=torch.float64)
+        if exact_norm:
+            y = y * math.sqrt(len(y)) / y.norm()
+        found.append(((y - 1) ** 2).mean())
+    return torch.stack(found)
+
+
+def assert_agrees(found: Tensor, expected: Tensor) -> None:
+    """Within 1e-6, but for the rounding of p itself: some schedules end 1e-15 from one."""
+    difference = (found.sqrt() - expected.sqrt()).abs()
+    assert (difference <= 0.5e-6 * expected.sqrt() + 1e-14).all()
+
+
+@pytest.mark.parametrize("kind", ["log", "clustered", "deficient"])
+@pytest.mark.parametrize("kappa", [1e1, 1e6])
+@pytest.mark.parametrize(("m", "n"), [(64, 192), (M, M), (256, 768)])
+def test_errors_are_those_of_a_decomposition(kind: str, kappa: float, m: int, n: int) -> None:
+    x = with_spectrum(values(kind, m, kappa), n)
+    exact = torch.linalg.svdvals(x)
+    expected = exact / (1.01 * exact.norm())
+    _, sigma, is_clamped = spectrum(x)
+    assert not is_clamped
+    for exact_norm in (False, True):
+        found = distances(sigma / 1.01, TABLE, exact_norm=exact_norm)
+        assert_agrees(found, slow_distances(expected, exact_norm))
+
+
+@pytest.mark.parametrize("n", [M, 3 * M])
+@pytest.mark.parametrize("kind", ["zero_rows", "equal_rows", "low_rank", "all_equal"])
+def test_directions_that_are_zero_count_one(n: int, kind: str) -> None:
+    x, rank = random(M, n), M - 9
+    if kind == "zero_rows":
+        x[:9] = 0
+    elif kind == "equal_rows":
+        x[:9] = x[9:18]
+    elif kind == "low_rank":
+        x, rank = x[:, :30].abs() @ x[:30].abs(), 30  # one value far above the rest
+    else:
+        x, rank = torch.full_like(x, math.pi), 1
+    sigma = singular_values(x)
+    assert int((sigma > 0).sum()) == rank
+    unit = sigma / (1.01 * sigma.norm())
+    expected = (slow_distances(unit[:rank]) * rank + (M - rank)) / M
+    assert_agrees(distances(unit, TABLE), expected)
+
+
+@pytest.mark.parametrize("m", [M, 256])
+def test_values_of_a_millionth_of_the_largest_are_kept(m: int) -> None:
+    sigma = values("log", m, 1e6)
+    found = singular_values(with_spectrum(sigma, m))
+    # Errors of eigenvalues stay below 6e-15 here; relative to 1e-12, and half of it for the root.
+    assert ((found / sigma - 1).abs() <= 3e-15 / sigma.square()).all()
+
+
+def test_ell_is_clamped_by_an_absolute_tau() -> None:
+    x = with_spectrum(values("deficient", M, 1e3), M)
+    for scale, is_felt in ((1.0, False), (1e-5, True)):
+        ell, _, is_clamped = spectrum(x * scale)
+        assert ell.item() == pytest.approx(1e-10 / scale / x.norm().item(), rel=1e-9)
+        assert is_clamped == is_felt
+    assert ell_by_svd(x).item() == pytest.approx(1e-10 / x.norm().item(), rel=1e-9)
+
+
+@pytest.mark.parametrize("scale", [1e-9, 1.5e-10, 0.5e-10, 1e-200])
+@pytest.mark.parametrize("m", [3, M])
+def test_no_value_above_tau_is_no_spectrum(m: int, scale: float) -> None:
+    # sigma_max is `scale`, and the largest entry less.
+    x = with_spectrum(values("log", m, 2.0), 2 * m) * scale
+    ell, sigma, _ = spectrum(x)
+    assert ell.item() == pytest.approx(ell_by_svd(x).item(), rel=1e-9, nan_ok=True)
+    assert sigma.isnan().all().item() == ell.isnan().item() == (scale < 1e-10)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 0.0])
+@pytest.mark.parametrize("shape", [(3, 5), (M, M + 2), (0, 4), (4, 0)])
+def test_what_has_no_spectrum_is_nan(shape: tuple[int, int], bad: float) -> None:
+    x = random(*shape) if bad else torch.zeros(shape)
+    x.view(-1)[:1] = bad
+    ell, sigma, _ = spectrum(x)
+    assert ell.isnan()
+    assert sigma.isnan().all()
+    assert sigma.shape == (min(shape),)
+
+
+@pytest.mark.parametrize("shape", [(1, 9), (5, 8), (M, 2 * M)])
+def test_float32_and_the_transpose_have_the_same_bits(shape: tuple[int, int]) -> None:
+    x = random(*shape).float()
+    before, expected = x.clone(), spectrum(x.double())
+    for other in (x, x.mT, x.mT.contiguous()):
+        assert all(map(torch.equal, spectrum(other)[:2], expected[:2]))
+    assert torch.equal(x, before)
+    if shape[0] == 1:
+        assert expected[0].item() == pytest.approx(1.0, rel=1e-14)  # rounding of float64
+
+
+def test_chunks_and_padding_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    sigma = random(1, 257)[0].abs().clamp(max=1)
+    found = distances(sigma, TABLE)
+    for size in (1, 2 * 257, 24 * 257):
+        monkeypatch.setattr(module, "_CHUNK", size)
+        assert torch.equal(distances(sigma, TABLE), found)
+    for index in (0, 7, 24):
+        alone = distances(sigma, coefficient_table([SCHEDULES[index]]))
+        assert torch.equal(alone, found[index : index + 1])
+    assert distances(sigma, coefficient_table([])).shape == (0,)
+
+
+def broken(*args: object, **options: object) -> Tensor:
+    raise torch.linalg.LinAlgError("linalg.eigh: The algorithm failed to converge")
+
+
+def test_a_failed_decomposition_gives_way_to_the_next(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    x = random(M, 2 * SMALL)
+    expected = spectrum(x)
+    monkeypatch.setattr(torch.linalg, "eigvalsh", broken)
+    # Right to 1e-7 of the largest singular value both ways, and the spectrum is near flat.
+    torch.testing.assert_close(spectrum(x)[1], expected[1], rtol=1e-6, atol=0)
+    monkeypatch.setattr(torch.linalg, "svdvals", broken)
+    assert spectrum(x)[0].isnan()
+    assert caplog.records
+
+    def full(*args: object, **options: object) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch.linalg, "svdvals", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        singular_values(torch.ones(3, 5, dtype=torch.float64))
+
+
+def test_the_residual_is_that_of_the_short_side() -> None:
+    x = with_spectrum(torch.tensor([2.0, 1.0, 0.5], dtype=torch.float64), 7)
+    expected = math.sqrt((9 + 0 + 0.75**2) / 3)
+    for one in (x, x.mT, torch.stack([x, x])):
+        assert ns_residual(one).max().item() == pytest.approx(expected, rel=1e-12)
+    assert ns_residual(torch.zeros(2, 3)).item() == 1.0
+    assert ns_residual(torch.full((2, 3), math.nan)).isnan()
+    assert ns_residual(torch.zeros(0, 3)).isnan()
