@@ -10,7 +10,9 @@ from typing import Any
 from amo_dist.config import AMOConfig
 from amo_dist.schedule.plan import (
     PLAN_FILE,
+    ErrorCurve,
     Plan,
+    check_budget,
     plan_measured,
     plan_paper,
     plan_range,
@@ -92,6 +94,8 @@ def plan_again(plan: Plan, changes: dict[str, Any]) -> Plan:
     names = plan.operator_types
     if plan.planner == "paper":
         return plan_paper(config, dict(zip(names, plan.ell_target, strict=True)), plan.costs)
+    assert plan.costs is not None
+    check_budget(config, plan.costs)
     low, high = plan_range(config)
     if low < plan.min_steps or high > plan.max_steps:
         raise ValueError(
@@ -99,8 +103,5 @@ def plan_again(plan: Plan, changes: dict[str, Any]) -> Plan:
             f"{low} to {high}"
         )
     part = slice(low - plan.min_steps, high - plan.min_steps + 1)
-    curves = [
-        curve._replace(ells=curve.ells[part], errors=curve.errors[part]) for curve in plan.curves
-    ]
-    assert plan.costs is not None
+    curves = [ErrorCurve(one.ells[part], one.errors[part], one.uniform) for one in plan.curves]
     return plan_measured(config, dict(zip(names, curves, strict=True)), plan.weights, plan.costs)

@@ -76,7 +76,7 @@ def test_the_roll_is_called_before_any_group_is_made(monkeypatch: pytest.MonkeyP
 
 def off_by(factor: float, which: int) -> Callable[..., Any]:
     """A kernel in bfloat16 on the device, or an observation, whose result is off."""
-    real = (machine.orthogonalize, machine.observe)[which]
+    real = (machine.orthogonalize, machine.spectrum)[which]
     calls: list[int] = []
 
     def wrong(*args: Any, **options: Any) -> Any:
@@ -93,7 +93,7 @@ def off_by(factor: float, which: int) -> Callable[..., Any]:
     ("target", "name", "value", "check"),
     [
         (machine, "orthogonalize", off_by(1.1, 0), lambda: machine.arithmetic(ONE)),
-        (machine, "observe", off_by(1.01, 1), lambda: machine.arithmetic(ONE)),
+        (machine, "spectrum", off_by(1.01, 1), lambda: machine.arithmetic(ONE)),
         (optimizer.Run, "train", lambda *_: None, lambda: optimizer.skipped(ONE)),
         (torch, "equal", lambda *_: False, lambda: optimizer.resume(ONE)),
     ],

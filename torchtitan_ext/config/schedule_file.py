@@ -63,7 +63,7 @@ def load_schedule_file(path: str | Path) -> dict[str, Schedule]:
     record = read_toml("schedule_file", path)
     try:
         _check_keys("file", record, *_FILE_KEYS)
-        if record["format"] != 1:
+        if record["format"] is True or record["format"] != 1:
             fail("file.format", record["format"], "1")
         sections = record["schedules"]
         if not isinstance(sections, Mapping):
