@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,16 @@ from amo_dist.doctor.site import Fault, Site
 
 CPU = torch.device("cpu")
 ONE = Site(0, 1, CPU)
+
+
+@pytest.fixture(autouse=True)
+def levels() -> Iterator[None]:
+    """Give back the levels of loggers, which the command sets for its process."""
+    loggers = [logging.getLogger(name) for name in ("amo_dist", "torch.distributed.tensor")]
+    before = [logger.level for logger in loggers]
+    yield
+    for logger, level in zip(loggers, before, strict=True):
+        logger.setLevel(level)
 
 
 def run(checks: list[Check], seconds: float = 120.0) -> list[str]:
