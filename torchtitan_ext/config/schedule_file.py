@@ -88,6 +88,9 @@ def _read_schedule(field: str, section: Any) -> Schedule:
     steps, ell = section["steps"], section.get("ell")
     try:
         rows = tuple(tuple(map(float, row)) for row in section["coefficients"])
+    except (TypeError, ValueError):
+        fail(f"{field}.coefficients", section["coefficients"], "rows of three numbers")
+    try:
         schedule = Schedule(rows, float(section["norm_scale"]), section["preconditioner"])  # type: ignore[arg-type]
         composed = rows if ell is None else compose(ell, steps)
     except TypeError as error:
