@@ -251,6 +251,20 @@ def test_groups_have_their_rates_and_decays(name: str) -> None:
                 assert group["weight_decay"] == (0.0 if "norm" in key else 0.1)
 
 
+@pytest.mark.parametrize("name", ["Muon", "AdamW"])
+def test_one_flag_spares_norms_biases_and_embeddings_the_decay(name: str) -> None:
+    container = build([model()], config(name, no_decay=True))
+    names = {parameter: key for key, parameter in container.model_parts[0].named_parameters()}
+    decays = {
+        names[parameter]: group["weight_decay"]
+        for group in container.optimizer.param_groups
+        for parameter in group["params"]
+    }
+    assert {key for key, decay in decays.items() if decay} == {
+        f"layers.{layer}.attention.wq.weight" for layer in range(2)
+    }
+
+
 def test_unknown_names_get_their_types() -> None:
     root = model()
     root.layers["0"].mystery = nn.Linear(6, 4, bias=False)

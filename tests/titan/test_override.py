@@ -126,11 +126,13 @@ def test_a_toml_run_refuses_an_override_that_would_do_nothing() -> None:
 
 
 def test_own_fields_of_other_sections_are_arguments_too() -> None:
-    fields = '{"stop_seconds": 30, "damaged": "error", "callbacks": ["notes.Notes"]}'
+    fields = (
+        '{"stop_seconds": 30, "damaged": "error", "callbacks": ["notes.Notes"], "no_decay": true}'
+    )
     config = applied(llama3_debugmodel(), f"torchtitan_ext.override.muon={fields}")
     assert (config.checkpoint.stop_seconds, config.checkpoint.damaged) == (30, "error")
     assert config.metrics.callbacks == ["notes.Notes"]
-    assert config.optimizer.name == "Muon"
+    assert (config.optimizer.name, config.optimizer.no_decay) == ("Muon", True)
 
 
 class TitanSubclass(titan_metrics.MetricsProcessor):
