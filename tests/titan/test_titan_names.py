@@ -14,9 +14,9 @@ from torch import nn
 
 pytest.importorskip("torchtitan")
 
-from amo_dist.operators.groups import param_groups
 from amo_dist.operators.views import MatrixView, in_heads
-from torchtitan_ext.plugin import models, optimizers
+from torchtitan_ext.plugin import models
+from torchtitan_ext.plugin.optimizers import MuonSection, OptimizersContainer, groups_of
 
 ATTENTION = dict.fromkeys(("attn_q", "attn_k", "attn_v", "attn_o"), 1)
 DENSE = dict.fromkeys(("mlp_gate", "mlp_up", "mlp_down"), 1)
@@ -39,11 +39,11 @@ def build(name: str, flavor: str) -> nn.Module:
 
 def check(model: nn.Module, types: Counter[str], by_adamw: set[str]) -> None:
     """The model's matrices by type, and the names of matrices and experts' biases of AdamW."""
-    patterns = optimizers._fused([model])
-    muon, adamw = param_groups(model, patterns=patterns)
+    muon, adamw = groups_of([model], OptimizersContainer.Config(name="Muon"))
     assert types == Counter(v.operator_type for vs in muon["matrix_views"].values() for v in vs)
     assert by_adamw == {name for name, parameter in adamw["params"] if parameter.dim() > 1}
-    apart, _ = param_groups(model, patterns=patterns, per_head=True)
+    by_head = OptimizersContainer.Config(name="Muon", muon=MuonSection(per_head=True))
+    apart, _ = groups_of([model], by_head)
     divided = {
         name: views for name, views in apart["matrix_views"].items() if in_heads(types_in(views)[0])
     }
@@ -134,11 +134,11 @@ def test_qwen3_5(monkeypatch: pytest.MonkeyPatch) -> None:
         "fla.ops.gated_delta_rule.fused_recurrent",
     ):
         monkeypatch.setitem(sys.modules, name, _AnyModule())
-    found = set(sys.modules)
+    before = set(sys.modules)
     try:
         model = build("qwen3_5", "debugmodel_moe")
     finally:
-        for name in set(sys.modules) - found:
+        for name in set(sys.modules) - before:
             if name.startswith("torchtitan.models.qwen3_5"):
                 del sys.modules[name]
     # Three layers are linear, and one has a gate in the matrix of its queries.
