@@ -256,7 +256,7 @@ class MetricsProcessor(titan.MetricsProcessor):
     def _end_step(self, *_: object) -> None:
         self._step_ended, self._tokens_at_end = time.perf_counter(), self.ntokens_since_last_log
         plan = getattr(self._optimizer, "plan", None)
-        if plan is not None and plan is not self._plan:
+        if plan is not None and plan != self._plan:
             self.callbacks.run("on_plan", self._step, json.loads(plan.to_json()))
         self._plan = plan
         self.callbacks.run("after_step", self._step)
