@@ -16,7 +16,7 @@ import json
 import sysconfig
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -185,28 +185,25 @@ def _document_ends(path: Path, token_size: int, whole: bool) -> npt.NDArray[np.i
         skipped = 0 if whole else max(0, index_size - INDEX_TAIL)
         ends = np.fromfile(index, "<u8", offset=skipped).astype(np.int64)
     except OSError as error:
-        raise ValueError(
-            f"{error.filename}: found no such file, expected it when tokenizing is complete; the "
-            "same `amo tokenize` goes on"
-        ) from None
+        _fail(Path(error.filename), "no such file")
     num_tokens = int(ends[-1]) if len(ends) else 0
     if size != num_tokens * token_size or index_size % 8 or (np.diff(ends) < 1).any():
-        _fail_damaged(path, f"{size} bytes, and {num_tokens} tokens in its index")
+        _fail(path, f"{size} bytes, and {num_tokens} tokens in its index")
     return ends
 
 
 def _scores(path: Path, ends: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
     scores = np.fromfile(path.with_name(f"{path.name}.scores"), "<f8")
     if len(scores) != len(ends):
-        _fail_damaged(path, f"{len(scores)} scores of {len(ends)} documents")
+        _fail(path, f"{len(scores)} scores of {len(ends)} documents")
     return scores
 
 
-def _fail_damaged(path: Path, problem: str) -> None:
-    task = path.name.partition("_")[0]
+def _fail(path: Path, problem: str) -> NoReturn:
+    done = path.parent / "logs" / "completions" / path.name.partition("_")[0]
     raise ValueError(
-        f"{path}: found {problem}: the file is damaged; delete it and "
-        f"{path.parent / 'logs' / 'completions' / task}, and the same `amo tokenize` makes it again"
+        f"{path}: found {problem}, expected a complete file; the same `amo tokenize` makes it, if "
+        f"there is no {done}"
     )
 
 
