@@ -26,7 +26,6 @@ from torchtitan_ext.data.loader import (
     BATCHES_AHEAD,
     PackedLoader,
     ValidationLoader,
-    document_positions,
 )
 from torchtitan_ext.data.order import CYCLE, Mixture, shuffled
 from torchtitan_ext.data.tokenizers import ByteTokenizer
@@ -302,23 +301,11 @@ def test_documents_that_do_not_see_each_other_have_places_of_their_own(tmp_path:
         )
         starts = [0, *(i + 1 for i in range(29) if row[i] == EOS)]
         starts_in_batch += len(starts) - 1
-        assert [i for i, one in enumerate(place) if one == 0] == starts
+        assert place == [i - max(s for s in starts if s <= i) for i in range(30)]
         assert [i for i, one in enumerate(label) if one == IGNORE_INDEX] == [
             i for i, token in enumerate(row) if token == EOS
         ]
     assert starts_in_batch > 3
-
-
-@given(st.lists(st.lists(st.integers(0, 2), min_size=7, max_size=7), min_size=1, max_size=3))
-def test_positions_count_from_the_last_end_token(rows: list[list[int]]) -> None:
-    expected = []
-    for row in rows:
-        places, place = [], 0
-        for token in row:
-            places.append(place)
-            place = 0 if token == 1 else place + 1
-        expected.append(places)
-    assert document_positions(torch.tensor(rows), eos_id=1).tolist() == expected
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torch's DataLoader
