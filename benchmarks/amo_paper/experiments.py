@@ -48,7 +48,7 @@ def add_commands(actions: Any) -> None:
 def _add(
     actions: Any, name: str, text: str, run: Callable[[argparse.Namespace], int]
 ) -> argparse.ArgumentParser:
-    parser = actions.add_parser(name, help=text, description=text)
+    parser: argparse.ArgumentParser = actions.add_parser(name, help=text, description=text)
     parser.add_argument("name", metavar="NAME", help="an experiment that `list` names")
     parser.add_argument("--model", help="only the runs of this model of the paper")
     parser.add_argument(

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from unittest import mock
 
@@ -113,11 +111,11 @@ echo "$PWD $*" > {self.folder}/trained
 """,
         )
 
-    def start(self, **changes: str) -> subprocess.Popen[str]:
+    def start(self, *options: str, **changes: str) -> subprocess.Popen[str]:
         # Slurm runs a copy, from another folder.
         copy = shutil.copy(LAUNCH / "train.slurm", self.folder / "slurm_script")
         return subprocess.Popen(
-            ["bash", copy, CONFIG, "--training.steps", "3"],
+            ["bash", copy, CONFIG, "--training.steps", "3", *options],
             env=variables(self.folder, **changes),
             cwd=self.folder,
             stdout=subprocess.PIPE,
@@ -163,48 +161,40 @@ def test_every_node_gets_the_same_meeting_point(job: Job) -> None:
     ]
 
 
-def test_the_port_lies_below_those_of_any_program(job: Job) -> None:
-    job.run(SLURM_JOB_ID="9999")
-    assert "--head n1:29999 " in (job.folder / "trained").read_text()
-
-
-def test_a_mistake_in_the_config_ends_the_job_before_the_probe(job: Job) -> None:
-    stub(job.folder, "python", "echo 'error: FILE: found none' >&2; exit 2")
-    status, output, calls = job.run()
+@pytest.mark.slow
+def test_a_mistake_that_a_start_would_report_ends_the_job_before_the_probe(job: Job) -> None:
+    """The question for the newest step, asked of the real command here, was answered with 0."""
+    stub(job.folder, "python", f'exec {sys.executable} "$@"')
+    mistakes = ["--training.steps=-5", "--optimizer.name=Foo"]
+    status, output, calls = job.end(job.start(*mistakes, AMO_DEVICE="cpu", GPUS="2"))
     assert (status, calls) == (2, [])
-    assert "error: FILE: found none" in output
+    assert all(f"error: {name}" in output for name in ("training.steps", "optimizer.name"))
 
 
 # ------------------------------------------------------------------ the probe
 
-
-def test_a_bad_node_is_named_and_excluded_at_the_requeue(job: Job) -> None:
-    job.ranks("exit 9", alone="echo passed n1; exit 1")
-    status, output, calls = job.run()
-    assert status == 1
-    assert "the probe fails on n2\n" in output
-    assert calls == ["probe", REQUEUE, "scontrol update JobId=123456 ExcNodeList=n2"]
+EXCLUDE = "scontrol update JobId=123456 ExcNodeList="
 
 
-def test_nodes_that_the_user_excludes_stay_excluded(job: Job) -> None:
+@pytest.mark.parametrize(
+    ("alone", "together", "excluded", "status", "calls"),
+    [
+        ("echo passed n1; exit 1", ":", "(null)", 1, ["probe", REQUEUE, f"{EXCLUDE}n2"]),
+        ("echo passed n2", ":", "n[7-9]", 1, ["probe", REQUEUE, f"{EXCLUDE}n[7-9],n1"]),
+        ("exit 1", ":", "(null)", 1, ["probe"]),  # of all nodes: none is excluded
+        ("echo passed n1; echo passed n2", "exit 1", "(null)", 1, ["probe"]),  # the network
+        ("echo passed n1; echo passed n2", ":", "(null)", 0, ["probe", "train"]),
+    ],
+)
+def test_a_node_that_fails_the_probe_is_excluded(
+    job: Job, alone: str, together: str, excluded: str, status: int, calls: list[str]
+) -> None:
     text = (job.folder / "scontrol").read_text()
-    stub(job.folder, "scontrol", text.replace("ExcNodeList=(null)", "ExcNodeList=n[7-9]"))
-    job.ranks("exit 9", alone="echo passed n2")
-    assert job.run()[2][-1] == "scontrol update JobId=123456 ExcNodeList=n[7-9],n1"
-
-
-def test_no_node_is_excluded_if_all_fail(job: Job) -> None:
-    job.ranks("exit 9", alone="exit 1")
-    status, output, calls = job.run()
-    assert (status, calls) == (1, ["probe"])
-    assert "error: no node passes the probe, so none is excluded" in output
-
-
-def test_a_network_that_fails_ends_a_job_of_two_nodes(job: Job) -> None:
-    job.ranks("exit 9", together="exit 1")
-    status, output, calls = job.run()
-    assert (status, calls) == (1, ["probe"])
-    assert "but not all together: it is the network" in output
+    stub(job.folder, "scontrol", text.replace("ExcNodeList=(null)", f"ExcNodeList={excluded}"))
+    job.ranks("exit 0", alone=alone, together=together)
+    assert job.run()[::2] == (status, calls)
+    if status:
+        assert job.run(AMO_PROBE_SECONDS="0")[0] == 0  # without probes
 
 
 @pytest.mark.parametrize(
@@ -235,28 +225,6 @@ def test_the_node_that_fails_with_both_neighbours_is_excluded(
     assert pair.startswith("2 n4:23456 ")
     assert "--nodes=2 --nodelist=n4,n1 launch/doctor.sh --probe" in pair
     assert len(others) == 3
-
-
-def test_the_probe_can_be_left_out(job: Job) -> None:
-    job.ranks("exit 0", alone="exit 1")
-    assert job.run(AMO_PROBE_SECONDS="0")[::2] == (0, ["train"])
-
-
-@pytest.mark.slow
-def test_the_task_of_the_probe_runs_the_doctor(job: Job, tmp_path: Path) -> None:
-    """The same command that srun gets, run once per node with the doctor of this machine."""
-    real = f'exec {sys.executable} "$@"'
-    stub(job.folder, "python", f'[[ "$*" == *--newest-step ]] && cat {job.folder}/step || {real}')
-    run_task = 'while [[ "$1" != bash ]]; do shift; done; SLURMD_NODENAME=n{} "$@"'
-    nodes = f"( {run_task.format(1)} ); GPUS=none; export GPUS; ( {run_task.format(2)} )"
-    job.ranks("exit 9", alone=nodes)
-    status, output, calls = job.run(
-        GPUS="1", AMO_DEVICE="cpu", OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore"
-    )
-    assert status == 1, output
-    assert "ok   arithmetic: " in output
-    assert calls[-1] == "scontrol update JobId=123456 ExcNodeList=n2", output
-    assert not [*ROOT.glob(".probe-*")]
 
 
 # ------------------------------------------------------------------ ends
@@ -310,39 +278,22 @@ def test_a_failing_requeue_is_tried_again_and_reported(job: Job) -> None:
     assert "error: not queued again: scontrol fails" in output
 
 
-@pytest.mark.parametrize("status", [1, 75, 137, 143])
-def test_a_run_without_progress_is_not_queued_again(job: Job, status: int) -> None:
-    job.ranks(f"exit {status}")
-    result, output, calls = job.run()
-    assert (result, calls) == (status, ["probe", "train"])
-    if status != 75:
-        assert f"not queued again: status {status}, and no checkpoint after step 250" in output
-
-
-def test_a_time_limit_without_progress_is_not_queued_again(job: Job) -> None:
-    job.ranks(f"until [[ -e {job.folder}/cancelled ]]; do /bin/sleep 0.05; done; exit 143")
-    process = job.start()
-    job.signal_when_training(process)
-    status, output, calls = job.end(process)
-    assert (status, calls[-1]) == (143, "scancel --signal=TERM 123456")
-    assert "not queued again: status 143, and no checkpoint after step 250" in output
-
-
-@pytest.mark.parametrize("status", [1, 137, 143])
-def test_a_failure_after_progress_is_queued_again(job: Job, status: int) -> None:
-    job.ranks(f"echo 251 > {job.folder}/step; exit {status}")
-    result, output, calls = job.run()
-    assert (result, calls) == (status, ["probe", "train", REQUEUE])
-    assert f"ended with status {status}, saved until step 251" in output
-
-
-@pytest.mark.parametrize(("status", "line"), [(0, ""), (2, ""), (75, "stopped by a signal from")])
-def test_an_end_is_an_end(job: Job, status: int, line: str) -> None:
-    """Done, a mistake, or a stop by hand, after which there is a new checkpoint, too."""
-    job.ranks(f"echo 300 > {job.folder}/step; exit {status}")
-    result, output, calls = job.run()
-    assert (result, calls) == (status, ["probe", "train"])
-    assert line in output
+@pytest.mark.parametrize(
+    ("saved", "status", "requeues", "is_queued"),
+    [
+        *((250, status, "20", False) for status in (1, 75, 137, 143)),  # no progress
+        *((251, status, "20", True) for status in (1, 137, 143)),
+        (300, 1, "3", False),  # it was queued three times already
+        # Done, a mistake, or a stop by hand, after which there is a new checkpoint, too.
+        *((300, status, "20", False) for status in (0, 2, 75)),
+    ],
+)
+def test_only_a_failure_after_progress_is_queued_again(
+    job: Job, saved: int, status: int, requeues: str, is_queued: bool
+) -> None:
+    job.ranks(f"echo {saved} > {job.folder}/step; exit {status}")
+    result, _, calls = job.run(AMO_REQUEUES=requeues)
+    assert (result, calls) == (status, ["probe", "train", *[REQUEUE] * is_queued])
 
 
 @pytest.mark.slow
@@ -404,36 +355,7 @@ exec "$@"''',
     assert (folder / "calls").read_text() == "requeue 123456\n"
 
 
-def test_requeues_end(job: Job) -> None:
-    job.ranks(f"echo 300 > {job.folder}/step; exit 1")
-    status, output, calls = job.run(AMO_REQUEUES="3")
-    assert (status, calls) == (1, ["probe", "train"])
-    assert "not queued again: it was 3 times already (AMO_REQUEUES)" in output
-
-
-def test_headers() -> None:
-    text = (LAUNCH / "train.slurm").read_text()
-    headers: Mapping[str, str] = dict(
-        re.findall(r"^#SBATCH (--[a-z-]+)(?:=(\S+))?$", text, re.MULTILINE)
-    )
-    assert headers["--signal"] == "B:USR1@720"
-    assert headers["--mem"] == "0"  # Some clusters give a job little memory per CPU otherwise.
-    assert {"--requeue", "--exclusive"} <= headers.keys()
-
-
 # ------------------------------------------------------------------ the doctor's script
-
-
-def test_the_doctor_gets_all_cpus_of_each_node(tmp_path: Path) -> None:
-    stub(tmp_path, "scontrol", 'echo -e "n1\\nn2"')
-    stub(tmp_path, "srun", f'echo "$NODES $HEAD $GPUS $RUN_ID $*" > {tmp_path}/called; exit 7')
-    doctor = [str(LAUNCH / "doctor.sh"), "--seconds=60"]
-    environment = variables(tmp_path, SLURM_CPUS_PER_TASK="12")
-    assert subprocess.run(doctor, env=environment, check=False).returncode == 7
-    assert (tmp_path / "called").read_text().split() == [
-        *("2", "n1:23456", "8", "doctor-123456", "--kill-on-bad-exit=0", "--wait=60"),
-        *("--ntasks-per-node=1", "--nodes=2", "--cpus-per-task=12", *doctor),
-    ]
 
 
 def test_the_doctor_finds_what_training_ranks_find(tmp_path: Path) -> None:

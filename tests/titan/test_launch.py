@@ -288,10 +288,14 @@ time.sleep(600)
 
 @pytest.mark.parametrize(
     ("error", "status"),
-    [(RendezvousClosedError(), 1), (SignalException("x", signal.SIGINT), 130)],
+    [
+        (RendezvousClosedError(), 1),
+        (SignalException("x", signal.SIGINT), 130),
+        (json.JSONDecodeError("", "", 0), 1),  # a rank's file of its error, on a full disk
+    ],
 )
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # the launcher's log
-def test_nodes_that_do_not_meet_are_a_failure(
+def test_an_end_without_the_ranks_reasons_is_a_failure(
     error: Exception, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.distributed.run.run", mock.Mock(side_effect=error))

@@ -83,7 +83,8 @@ def export(checkpoint: Path, output: Path, source: Source, dtype: str = "float32
             none, the tokenizer is missing, ``output`` holds other files than those of an export, or
             ``transformers`` is not installed.
     """
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     is_export = (output / "model.safetensors.index.json").exists()
     if output.is_dir() and any(output.iterdir()) and not is_export:
@@ -95,7 +96,7 @@ def export(checkpoint: Path, output: Path, source: Source, dtype: str = "float32
         config, weights = _load(checkpoint, source, dtype)
         output.mkdir(parents=True, exist_ok=True)
         (output / "config.json").unlink(missing_ok=True)  # it says that the folder holds a model
-        dcp.save(weights, storage_writer=dcp.HuggingFaceStorageWriter(str(output)))
+        save(weights, storage_writer=HuggingFaceStorageWriter(str(output)))
     if section.kind == "byte":
         byte_tokenizer().save_pretrained(output)
     elif section.kind == "hf":

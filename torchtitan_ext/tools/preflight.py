@@ -149,7 +149,13 @@ def _timeline(config: Any) -> list[tuple[int, str]]:
 def _parameters(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """A row for the same parameter of all blocks."""
     rows: dict[str, dict[str, Any]] = {}
-    total = {"name": "all", "shape": "", "operator type": "", "count": 0, "elements": 0}
+    total: dict[str, Any] = {
+        "name": "all",
+        "shape": "",
+        "operator type": "",
+        "count": 0,
+        "elements": 0,
+    }
     for group in groups:
         for name, parameter in group["params"]:
             views = group.get("matrix_views", {}).get(name, ())

@@ -154,7 +154,7 @@ class StepCost:
             sizes = [sum(map(count_elements, getattr(bucket, side))) for bucket in buckets]
             for turn in range(BUCKETS_IN_FLIGHT):
                 elements += max(sizes[turn::BUCKETS_IN_FLIGHT], default=0)
-        return self._wire * elements
+        return int(self._wire * elements)
 
     def memory(self) -> int:
         """Peak bytes of the busiest rank: buffers, and Newton-Schulz on its largest batch."""

@@ -7,6 +7,7 @@ each as ``python -m torchtitan_ext.train``. Under torchrun itself the command is
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import signal
@@ -176,7 +177,9 @@ def start(options: list[str], program: list[str], config: Any, ranks: int) -> in
     logs.mkdir(parents=True, exist_ok=True)
     # torchrun's own log, a screen per failure, goes to a file.
     log = logging.getLogger("torch.distributed.elastic")
-    log.addHandler(logging.FileHandler(logs / "torchrun.txt"))
+    handler = logging.FileHandler(logs / "torchrun.txt")
+    handler.handleError = lambda record: None  # type: ignore[method-assign]  # on a full disk
+    log.addHandler(handler)
     log.propagate = False
     stop_seconds = config.checkpoint.stop_seconds
     command = [
@@ -198,6 +201,8 @@ def start(options: list[str], program: list[str], config: Any, ranks: int) -> in
         reason, status = explain(error.failures)
         print(f"{reason}; logs: {logs}", file=sys.stderr)
         return status
+    except json.JSONDecodeError:  # of the file in which a rank leaves its error
+        reason = "error: a rank failed and could not write why: the disk of dump_folder may be full"
     except SignalException as error:
         status = 128 + error.sigval
         reason = f"error: stopped by {error.sigval.name}, and not every rank saved and left within "
