@@ -27,11 +27,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pydantic
-import tomllib
 
 from amo_dist.config import sort_operator_types
 from amo_dist.schedule.polar_express import compose
 from amo_dist.schedule.types import Schedule
+
+# The import is by name: Python 3.10 has no tomllib, and only there the project depends on tomli.
+_toml: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 
 _COMPOSED = 1e-6
 """Relative distance up to which coefficients count as those that ``ell`` composes."""
@@ -103,8 +105,9 @@ def read_toml(field: str, path: str | Path) -> dict[str, Any]:
         ValueError: It cannot be read, or is not TOML.
     """
     try:
-        return tomllib.loads(Path(path).read_text())
+        content: dict[str, Any] = _toml.loads(Path(path).read_text())
     except OSError as error:
         raise ValueError(f"{field}: cannot read {path}: {error.strerror}") from None
     except ValueError as error:  # TOML's errors and those of UTF-8
         raise ValueError(f"{field}: {path} is not TOML: {error}") from None
+    return content
