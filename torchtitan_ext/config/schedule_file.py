@@ -21,7 +21,9 @@
 
 from __future__ import annotations
 
+import importlib
 import math
+import sys
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
