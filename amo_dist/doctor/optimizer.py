@@ -91,16 +91,12 @@ def against_twin(site: Site, layout: str, twin: dict[str, Any]) -> dict[str, Any
         raise Fault("nothing to compare with: the run on one process failed")
     if plan != twin["plan"]:
         raise Fault(f"plan: found {plan.to_json()}, expected {twin['plan'].to_json()}")
-    difference = max(_difference(params[name], twin["params"][name], start[name]) for name in start)
-    return {"steps": plan.allocation, "mark": twin["mark"], "difference": difference}
-
-
-def _difference(param: Tensor, expected: Tensor, start: Tensor) -> float:
-    """Difference from the expected parameter over the distance that it moved."""
-    if torch.equal(param, expected):
-        return 0.0
-    ratio = ((param - expected).norm() / (expected - start).norm()).item()
-    return math.inf if math.isnan(ratio) else ratio
+    worst = 0.0
+    for name in differing(params, twin["params"]):
+        expected = twin["params"][name]
+        ratio = (params[name] - expected).norm() / (expected - start[name]).norm()
+        worst = max(worst, ratio.nan_to_num(math.inf).item())
+    return {"steps": plan.allocation, "mark": twin["mark"], "difference": worst}
 
 
 def layout_figure(values: Sequence[Mapping[str, Any]]) -> str:

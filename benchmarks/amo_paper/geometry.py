@@ -204,4 +204,5 @@ def ns_residual(x: Tensor) -> Tensor:
     x = x.double()
     gram = x @ x.mT if x.shape[0] <= x.shape[1] else x.mT @ x
     defect = gram - torch.eye(len(gram), dtype=x.dtype, device=x.device)
-    return torch.linalg.vector_norm(defect) / math.sqrt(len(gram))
+    residual: Tensor = torch.linalg.vector_norm(defect) / math.sqrt(len(gram))
+    return residual

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from benchmarks.amo_paper.resolve import ROOT
 from benchmarks.amo_paper.results import read_results
@@ -77,7 +77,7 @@ def test_the_harness_scores_a_checkpoint(tmp_path: Path) -> None:
     model = tiny_model()
     checkpoint, tasks = tmp_path / "checkpoint" / "step-7", tmp_path / "tasks"
     state = {**model.state_dict(), "train_state": {"step": torch.tensor(7)}}
-    dcp.save(state, checkpoint_id=str(checkpoint), no_dist=True)
+    save(state, checkpoint_id=str(checkpoint), no_dist=True)
     config = {
         "hf_assets_path": "",
         "model": {"name": "qwen3", "flavor": "tiny"},

@@ -124,7 +124,7 @@ def test_an_evaluation_unlike_the_papers_is_named() -> None:
 
 
 def test_metrics_and_examples_of_groups() -> None:
-    results = {
+    results: dict[str, Any] = {
         "results": {"sciq": {"acc,none": 0.8, "acc_norm,none": 0.7}},
         "group_subtasks": {"mmlu_pro": ["hard", "mmlu_pro_law"], "hard": ["mmlu_pro_math"]},
         "n-shot": {"mmlu_pro_math": 5, "mmlu_pro_law": 5, "sciq": 0},
