@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -90,31 +91,23 @@ def test_bfloat16_weights_are_rounded_once() -> None:
     assert torch.equal(attention.q_proj.weight.detach(), (before * root).bfloat16())
 
 
-def refusing(kind: str) -> nn.Module:
-    model, attention = model_of("apart")
-    if kind == "norm":
-        attention.k_norm = nn.LayerNorm(SIZE)
-    elif kind == "heads":
-        attention.head_dim = None  # type: ignore[assignment]
-    return model
-
-
 @pytest.mark.parametrize(
-    ("kind", "logits", "threshold", "message"),
+    ("change", "name", "num_heads", "threshold", "field"),
     [
-        ("norm", {"layers.0.attn": HEADS}, 100.0, "layers.0.attn: found k_norm, which cancels"),
-        ("heads", {"layers.0.attn": HEADS}, 100.0, "found 0 heads of queries and 0 of keys"),
-        ("", {"layers.0.attention": HEADS}, 100.0, r"max_logits\['layers.0.attention'\]: found 0"),
-        ("", {"layers.0.attn": 2}, 100.0, r"found \(2,\), expected \(4,\), one logit per head"),
-        ("", {"layers.0.attn": HEADS}, 0.0, "threshold: found 0.0"),
+        (lambda a: setattr(a, "k_norm", nn.LayerNorm(SIZE)), "layers.0.attn", HEADS, 1.0, "k_norm"),
+        (lambda a: setattr(a, "head_dim", None), "layers.0.attn", HEADS, 1.0, "heads"),
+        (id, "layers.0.attention", HEADS, 1.0, "max_logits"),
+        (id, "layers.0.attn", 2, 1.0, "one logit per head"),
+        (id, "layers.0.attn", HEADS, 0.0, "threshold"),
     ],
 )
-def test_what_cannot_be_clipped_is_refused(
-    kind: str, logits: dict[str, int], threshold: float, message: str
+def test_errors_name_the_argument(
+    change: Callable[[Any], Any], name: str, num_heads: int, threshold: float, field: str
 ) -> None:
-    told = {name: torch.zeros(number) for name, number in logits.items()}
-    with pytest.raises(ValueError, match=message):
-        qk_clip_(refusing(kind), told, threshold)
+    model, attention = model_of("apart")
+    change(attention)
+    with pytest.raises(ValueError, match=field):
+        qk_clip_(model, {name: torch.zeros(num_heads)}, threshold)
 
 
 def attention_with_maxima(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> tuple[Tensor, AuxOutput]:
