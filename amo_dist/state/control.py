@@ -53,7 +53,8 @@ def control_record(state: ScheduleState) -> dict[str, Any]:
         "steps_taken": state.steps_taken,
         "steps_skipped": state.steps_skipped,
         "config": state.config.to_dict(),
-        "source": state.source.state(),
+        # Plain lists and dicts: torch.load(weights_only=True) refuses a named tuple.
+        "source": json.loads(to_text(state.source.state())),
     }
     return {**record, "digest": digest(record)}
 
