@@ -75,6 +75,11 @@ def read(
         replaced = hook(optimizer, loaded)
         loaded = loaded if replaced is None else replaced
     _check_form(loaded)
+    frozen = [name for name, param in params_by_name.items() if not param.requires_grad]
+    if frozen and loaded.get("param_names") is None:
+        # PyTorch's helpers drop the state of frozen parameters: zeros would take its place.
+        expected = "a parameter that requires a gradient: load the checkpoint first, then freeze it"
+        fail(frozen[0], "a frozen parameter at a load by PyTorch's helpers", expected)
     groups = _check_groups(loaded.get("param_groups"), optimizer.param_groups)
     _order_by_name(groups, loaded.get("param_names"), names_by_group)
     own = {name: optimizer.state[param] for name, param in params_by_name.items()}

@@ -109,6 +109,21 @@ def test_the_helpers_of_pytorch_round_trip(flatten: bool) -> None:
     assert all(map(torch.equal, everything(resumed, other), everything(model, optimizer)))
 
 
+def test_parameters_frozen_before_a_load_by_a_helper_are_named() -> None:
+    model, optimizer = make(torch.float32)
+    train(model, optimizer, 1, 2)
+    options = StateDictOptions(full_state_dict=True)
+    saved = get_optimizer_state_dict(model, optimizer, options=options)
+    resumed, other = make(torch.float32)
+    resumed.get_parameter(WQ).requires_grad_(False)
+    # The helper leaves its state out, and zeros would stay in silence.
+    with pytest.raises(ValueError, match=f"{WQ}: .*frozen"):
+        set_optimizer_state_dict(resumed, other, saved, options=options)
+    other.load_state_dict(optimizer.state_dict())  # names its parameters, and holds all state
+    momentum = other.state[resumed.get_parameter(WQ)]["momentum_buffer"]
+    assert torch.equal(momentum, optimizer.state[model.get_parameter(WQ)]["momentum_buffer"])
+
+
 def test_learning_rate_and_extra_keys_are_restored_but_not_shared() -> None:
     _, optimizer = make()
     optimizer.param_groups[0]["lr"] = torch.tensor(0.125)
