@@ -197,7 +197,7 @@ def test_completing_twice_changes_nothing_and_never_the_config_itself() -> None:
 
 @pytest.mark.parametrize("name", ["AMO", "Muon", "AdaMuon"])
 def test_a_name_alone_keeps_the_numerics_of_the_config(name: str) -> None:
-    options = ("--optimizer.muon.momentum=0.5", "--optimizer.muon.no-nesterov")
+    options = ("--optimizer.muon.momentum=0.5", "--optimizer.muon.nesterov=False")
     section = small(f"--optimizer.name={name}", *options).optimizer
     assert (built(section).momentum, built(section).nesterov) == (0.5, False)
     # What is logged and compared at a resume is what is in force.
