@@ -458,13 +458,12 @@ def starved(plan: Plan) -> list[str]:
 
 
 def _summary(plan: Plan) -> list[str]:
-    flops = "" if plan.flops_ratio is None else f" at {plan.flops_ratio:.1%} of its flops"
-    change = plan.objective / plan.uniform_objective - 1 if plan.uniform_objective else 0.0
+    error, uniform = OBJECTIVES[plan.planner], f"{plan.base_steps} steps of every type"
+    flops = "" if plan.flops_ratio is None else f", at {plan.flops_ratio:.1%} of their flops"
     unit = "flops" if plan.planner == "measured" else "steps"
     limits = f"{plan.min_steps} to {plan.max_steps} steps per type"
-    uniform = f"uniform: {plan.uniform_objective:.5f}, {change:+.1%}"
     return [
-        f"{OBJECTIVES[plan.planner]} {plan.objective:.5f} ({uniform}){flops}",
+        f"{error} {plan.objective:.5f}, that of {uniform} {plan.uniform_objective:.5f}{flops}",
         f"budget {plan.budget} {unit}, {limits}, planner {plan.planner}",
     ]
 
