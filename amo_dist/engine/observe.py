@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import chain, islice
 
 import torch
 from torch import Tensor
 
-from amo_dist.distributed.ranks import sum_over
-from amo_dist.engine.world import World
-from amo_dist.kernels.spectrum import distances, spectrum
+from amo_dist.distributed.ranks import check_alike, failure_text, sum_over
+from amo_dist.engine.step import Engine, Measurement, Step
+from amo_dist.kernels.spectrum import distances, ns_residual, spectrum
 from amo_dist.schedule.types import MatrixInfo, Schedule
 
 GUARD_BOUND = 1.1
@@ -47,31 +47,64 @@ def measure_spectrum(
     return torch.cat([ell.view(1), ell.new_full((1,), float(is_clamped)), errors])
 
 
-def agree_on_values(
-    measured: Mapping[str, Tensor], names: Sequence[str], world: World, width: int = 1
-) -> dict[str, list[float]]:
-    """The measurements of all ranks, on every rank; a collective over the world.
+def measure_residual(momentum: Tensor, schedule: Schedule, engine: Engine) -> Tensor:
+    """Residual of one matrix as training orthogonalizes it, ``(1,)``; NaN for a zero matrix.
 
     Args:
-        measured: Measurements of this rank by matrix name, `width` values each.
-        names: Names of the matrices to agree on; the same on every rank.
-        world: Knows the rank whose values of a matrix count.
-        width: Number of values of a matrix, on every rank.
-
-    Returns:
-        By name; the first value is NaN where it was NaN, zero, or not measured, as in a skipped
-        step.
+        momentum: Shape ``(m, n)``, float32 or float64.
+        schedule: Schedule of the matrix.
+        engine: Engine of the training.
     """
-    nothing = [0.0] * width
-    own = {
-        name: value.reshape(-1).tolist()
-        for name, value in measured.items()
-        if world.rank in world.reporting_ranks[name]
-    }
-    sent = chain.from_iterable(own.get(name, nothing) for name in names)
-    agreed = iter(sum_over(list(sent), world.group))
-    values = {name: list(islice(agreed, width)) for name in names}
-    return {name: [first or math.nan, *others] for name, (first, *others) in values.items()}
+    update = engine.newton_schulz(momentum.to(engine.wire), schedule)
+    # A matrix without a gradient is zero, and its residual says nothing.
+    is_zero = ~(update != 0).any()
+    return ns_residual(update).masked_fill(is_zero, math.nan).view(1)
+
+
+def observe(engine: Engine, step: Step | None, measurement: Measurement) -> None:
+    """Measure matrices after a step, each on the rank that gets it; a collective over the world.
+
+    One reduction brings the values of all ranks together, and whether a rank has failed.
+
+    Args:
+        engine: Engine that has run the step.
+        step: The step; None if it was skipped, and nothing is measured.
+        measurement: Matrices and what to measure of them.
+
+    Raises:
+        RuntimeError: On every rank, where measuring has failed on one; names it and its error.
+    """
+    world = engine.world
+    assert world is not None
+    values, failure = ({}, "") if step is None else _measure(engine, step, measurement)
+    nothing = [0.0] * measurement.width
+    rows = [values.get(name, nothing) for name in measurement.names]
+    *summed, num_failed = sum_over([*chain.from_iterable(rows), float(bool(failure))], world.group)
+    agreed = iter(summed)
+    by_name = {name: list(islice(agreed, measurement.width)) for name in measurement.names}
+    measurement.take({k: [first or math.nan, *rest] for k, (first, *rest) in by_name.items()})
+    if num_failed:
+        check_alike("measurements", failure, world.group)
+
+
+def _measure(
+    engine: Engine, step: Step, measurement: Measurement
+) -> tuple[dict[str, list[float]], str]:
+    """The values that count of this rank, by name, and its first failure."""
+    values, failure, world = dict[str, list[float]](), "", engine.world
+    assert world is not None
+    for index, momentum in engine.gather_momentum(step, measurement):
+        name = engine.parameters.matrices[index].name
+        try:
+            row = measurement.measure(momentum, step.schedules[index]).tolist()
+        except Exception as error:
+            if world.group is None:
+                raise
+            failure = failure or failure_text(f"step {step.number}: measuring {name}", error)
+        else:
+            if world.rank in world.reporting_ranks[name]:
+                values[name] = row
+    return values, failure
 
 
 def matrix_to_check(registry: Sequence[MatrixInfo], turn: int) -> str | None:

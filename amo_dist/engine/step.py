@@ -23,10 +23,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import hashlib
+import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Hashable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from typing import Any, TypeAlias
 
 import torch
@@ -73,20 +81,25 @@ State: TypeAlias = MutableMapping[Tensor, dict[str, Tensor]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Probe:
+class Measurement:
     """A measurement of some matrices, made by one rank that has each of them whole.
 
     Attributes:
         names: Names of the matrices to measure.
-        measure: Called with a matrix's name, its momentum ``(m, n)`` in float32 at least, and a
-            function that returns its Newton-Schulz result ``(m, n)``.
-        finish: Called after the step with its number, on all ranks, also if it was skipped and
-            nothing was measured: a collective that brings the measurements together.
+        buckets: Exchange that brings each to its rank, in float32; made for this step alone.
+        sent: Elements that it sends by peer.
+        measure: Called with a matrix's momentum ``(m, n)`` and its schedule; the result is 1-D.
+        width: Number of values of each matrix.
+        take: Called with the values by name on all ranks, before a failure is raised. The first
+            value is NaN where it is zero or was not measured, as in a skipped step.
     """
 
-    names: frozenset[str]
-    measure: Callable[[str, Tensor, Callable[[], Tensor]], None]
-    finish: Callable[[int], None]
+    names: Sequence[str]
+    buckets: Sequence[Bucket]
+    sent: Sequence[Mapping[int, int]]
+    measure: Callable[[Tensor, Schedule], Tensor]
+    width: int
+    take: Callable[[dict[str, list[float]]], None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -98,16 +111,14 @@ class Orders:
         schedules: Schedule of each matrix of this process; the same object until one changes.
         owner_epoch: Value at whose change owners are assigned anew.
         fingerprint: Lines that must be alike on all ranks.
-        turn: Number of the residual measurement; owners of measured matrices take turns by it.
-        probes: Measurements of this step.
+        measurements: Measurements that follow the step.
     """
 
     step: int
     schedules: Sequence[Schedule]
     owner_epoch: Hashable
     fingerprint: Sequence[str]
-    turn: int = 0
-    probes: tuple[Probe, ...] = ()
+    measurements: Sequence[Measurement] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -176,7 +187,7 @@ class Engine:
         self.ballots: Ballots | None = None
         self._dtype: torch.dtype = getattr(torch, config.ns_dtype)
         assert config.wire_dtype is not None
-        self._wire: torch.dtype = getattr(torch, config.wire_dtype)
+        self.wire: torch.dtype = getattr(torch, config.wire_dtype)
         self._is_on_device = parameters.device.type != "cpu"
         self.device = device_of_matrices(parameters.tensors, parameters.device)
         """Device on which matrices are gathered and orthogonalized."""
@@ -245,21 +256,18 @@ class Engine:
         """
         is_new = orders.owner_epoch != self._owner_epoch
         # A skipped step must not be recorded, and the checks of new owners read the device.
-        waits = not self._is_on_device or is_new or bool(orders.probes)
+        waits = not self._is_on_device or is_new or bool(orders.measurements)
         if fault is not None:
             return self._ballots.vote(orders.step, "", fault, 0.0, waits=waits)
         lines = [*orders.fingerprint, f"{'a new' if is_new else 'the last'} exchange plan"]
         lines.append(f"{'waits' if waits else 'does not wait'} for the verdict")
-        # A rank that measured alone, as with a tracker of its own, would leave the others waiting.
-        for probe in orders.probes:
-            lines.append(f"measures {len(probe.names)} matrices: {_digest(probe)}")
         # Stages of a pipeline have groups of their own.
         for index, group in enumerate(self.groups if self._world.shares_all else []):
             lines.append(f"group {index}: {describe_group(group, self.rule.defaults)}")
         momentum = max(momentum_of(group, self.config)[0] for group in self.groups)
         return self._ballots.vote(orders.step, "\n".join(lines), None, momentum, waits=waits)
 
-    def run(self, orders: Orders, verdict: Verdict) -> None:
+    def run(self, orders: Orders, verdict: Verdict) -> Step:
         """Update every parameter; a collective over the ranks that share parameters.
 
         If something fails on this rank alone, it sends what it has, or NaN in place of momentum,
@@ -268,13 +276,13 @@ class Engine:
         Args:
             orders: Orders on which all ranks have agreed.
             verdict: Result of `agree`.
+
+        Returns:
+            The step, for the measurements that follow it.
         """
-        measured: list[Bucket] = []
-        measured_sent: Sequence[Mapping[int, int]] = []
-        if orders.owner_epoch != self._owner_epoch or orders.probes:
-            measured, measured_sent = self._assign_owners(orders)
-        self._sent_bytes = [(counts, self._wire.itemsize) for counts in self._sent]
-        self._sent_bytes += [(counts, torch.float32.itemsize) for counts in measured_sent]
+        if orders.owner_epoch != self._owner_epoch:
+            self._assign_owners(orders)
+        self._sent_bytes = [(counts, self.wire.itemsize) for counts in self._sent]
         params = [
             LocalParam(param, self.state[param.tensor], grad)
             for param, grad in zip(self.parameters.params, verdict.grads, strict=True)
@@ -283,8 +291,6 @@ class Engine:
         step = Step(orders.step, orders.schedules, params, momenta, verdict.skip_mask)
         try:
             self._update_momentum(step)
-            for bucket in measured:
-                self._measure(step, bucket, orders.probes)
             # AdamW runs under the first gather.
             adamw: Callable[[], None] | None = functools.partial(self._adamw, step)
             for buckets in self._bucket_lists or [[]]:  # AdamW runs without any bucket, too
@@ -298,6 +304,7 @@ class Engine:
             raise
         self._norms = step.norms
         self._ballots.report_updates(step.outcomes, step.skip_mask)
+        return step
 
     def _update_momentum(self, step: Step) -> None:
         """Take this rank's gradients into the momentum."""
@@ -415,7 +422,7 @@ class Engine:
             names, wholes = map(list, zip(*batch, strict=True))
             try:
                 x = torch.stack(wholes) if len(wholes) > 1 else wholes[0]
-                results = self._newton_schulz(x, schedule)
+                results = self.newton_schulz(x, schedule)
                 results = results if results.dim() == 3 else results.unsqueeze(0)
                 step.outcomes.append((tuple(names), drop_nonfinite(results)))
                 if self.config.update_norm == "exact":
@@ -427,7 +434,7 @@ class Engine:
                 for whole in wholes:
                     whole.zero_()
 
-    def _newton_schulz(self, x: Tensor, schedule: Schedule) -> Tensor:
+    def newton_schulz(self, x: Tensor, schedule: Schedule) -> Tensor:
         """Newton-Schulz of matrices ``(m, n)`` or ``(b, m, n)``."""
         return orthogonalize(
             x,
@@ -549,76 +556,92 @@ class Engine:
         local, index = step.params[matrix.param], self._view_indices[place.matrix]
         return Piece(matrix, place.region, scale, self.groups[local.param.group], local, index)
 
-    def _assign_owners(self, orders: Orders) -> tuple[list[Bucket], Sequence[Mapping[int, int]]]:
-        """Assign owners anew if that is due; a collective over the world, which may wait.
-
-        Returns:
-            Buckets of the matrices to measure, made for this step alone, so that the exchange of
-            training does not depend on measurements; they travel in float32. And the elements that
-            they send to each peer.
-        """
+    def _assign_owners(self, orders: Orders) -> None:
+        """Assign owners anew; a collective over the world, which may wait."""
+        # The old buffers are freed first; and if this fails, all ranks plan anew.
+        self._bucket_lists, self._sent, self._owner_epoch = [], [], None
         matrices = self.parameters.matrices
-        is_new = orders.owner_epoch != self._owner_epoch
-        plans: list[tuple[ExchangePlan, dist.ProcessGroup | None, torch.dtype]] = []
-        if is_new:
-            # The old buffers are freed first; and if this fails, all ranks plan anew.
-            self._bucket_lists, self._sent, self._owner_epoch = [], [], None
-            plans += self._exchange_plans(range(len(matrices)), orders, self._wire)
-        num_trained = len(plans)
-        if orders.probes:
-            names = frozenset[str]().union(*(probe.names for probe in orders.probes))
-            sampled = [i for i, matrix in enumerate(matrices) if matrix.name in names]
-            plans += self._exchange_plans(sampled, orders, torch.float32, measures=True)
+        plans = self._exchange_plans(range(len(matrices)), orders.schedules, self.wire)
+        check_alike_by_ranks(
+            "exchange plan", {ranks: plan.digest for ranks, plan, _ in plans}, self._world.group
+        )
+        plans = [one for one in plans if one[1].buckets or one[1].local]
         bucket_lists: list[list[Bucket]] = []
         try:
-            for plan, group, dtype in plans:
-                bucket_lists.append(
-                    make_buckets(plan, matrices, group=group, device=self.device, dtype=dtype)
-                )
+            for _, plan, group in plans:
+                bucket_lists.append(self._make_buckets(plan, group, self.wire))
         except Exception as error:
             self._ballots.report_failure(f"step {orders.step}: allocating buffers", error)
         self._ballots.vote_on_text(f"the exchange plan of step {orders.step}")
-        sent = [plan.num_sent() for plan, _, _ in plans]
-        if is_new:
-            self._bucket_lists, self._owner_epoch = bucket_lists[:num_trained], orders.owner_epoch
-            self._sent = sent[:num_trained]
-        measured = [bucket for buckets in bucket_lists[num_trained:] for bucket in buckets]
-        return measured, sent[num_trained:]
+        self._bucket_lists, self._owner_epoch = bucket_lists, orders.owner_epoch
+        self._sent = [plan.num_sent() for _, plan, _ in plans]
 
-    def _exchange_plans(
-        self, indices: Sequence[int], orders: Orders, dtype: torch.dtype, *, measures: bool = False
-    ) -> list[tuple[ExchangePlan, dist.ProcessGroup | None, torch.dtype]]:
-        """One plan for each set of ranks that shares some of these matrices with this one.
+    def buckets_to_measure(
+        self, names: Collection[str], schedules: Sequence[Schedule], first_owner: int = 0
+    ) -> tuple[list[Bucket], list[Mapping[int, int]]]:
+        """An exchange that brings each of some matrices to one rank, and sends nothing back.
 
-        Assigns them to owners; a collective over the world.
+        It follows from what all ranks know, and communicates nothing.
 
         Args:
-            indices: Indices of matrices.
-            orders: Orders with schedules: the cost of a matrix is that of its Newton-Schulz steps.
-            dtype: Dtype in which the matrices travel.
-            measures: Whether each matrix goes to one rank as a whole, and nothing is sent back.
+            names: Names of the matrices.
+            schedules: Schedule of each matrix of this process.
+            first_owner: Turn of the owners.
 
-        Raises:
-            RankMismatchError: On every rank, if ranks of a set plan differently.
+        Returns:
+            Buckets, and the elements that they send by peer.
+        """
+        matrices, dtype = self.parameters.matrices, torch.float32
+        indices = [i for i, matrix in enumerate(matrices) if matrix.name in names]
+        plans = self._exchange_plans(indices, schedules, dtype, first_owner)
+        buckets = [self._make_buckets(plan, group, dtype) for _, plan, group in plans]
+        return [*itertools.chain(*buckets)], [plan.num_sent() for _, plan, _ in plans]
+
+    def gather_momentum(self, step: Step, measurement: Measurement) -> Iterator[tuple[int, Tensor]]:
+        """Gather momentum to measure: index and whole matrix of each that this rank gets."""
+        self._sent_bytes += [(counts, torch.float32.itemsize) for counts in measurement.sent]
+        for bucket in measurement.buckets:
+            self._pack_momentum(step, bucket.outgoing)
+            for _ in bucket.gather():
+                pass
+            yield from zip(bucket.owned, bucket.wholes, strict=True)
+
+    def _make_buckets(
+        self, plan: ExchangePlan, group: dist.ProcessGroup | None, dtype: torch.dtype
+    ) -> list[Bucket]:
+        matrices = self.parameters.matrices
+        return make_buckets(plan, matrices, group=group, device=self.device, dtype=dtype)
+
+    def _exchange_plans(
+        self,
+        indices: Sequence[int],
+        schedules: Sequence[Schedule],
+        dtype: torch.dtype,
+        first_owner: int | None = None,
+    ) -> list[tuple[tuple[int, ...], ExchangePlan, dist.ProcessGroup | None]]:
+        """The plan of each set of ranks that shares matrices with this one, and its group.
+
+        Args:
+            indices: Indices of the matrices to exchange.
+            schedules: Schedules: the cost of a matrix is that of its Newton-Schulz steps.
+            dtype: Dtype in which the matrices travel.
+            first_owner: Turn of the owners of an exchange that sends nothing back; None: results
+                return.
         """
         world, config, matrices = self._world, self.config, self.parameters.matrices
-        costs = [
-            float(orders.schedules[i].num_steps * ns_step_flops(*matrices[i].shape))
-            for i in indices
-        ]
+        costs = [float(schedules[i].num_steps * ns_step_flops(*matrices[i].shape)) for i in indices]
         jobs = [
             dataclasses.replace(job, matrix=indices[job.matrix])
             for job in assign(
                 [matrices[i] for i in indices],
                 costs,
                 ownership=config.ownership,
-                first_owner=orders.turn if measures else 0,
+                first_owner=first_owner or 0,
             )
         ]
-        if measures:
+        if first_owner is not None:
             jobs = [dataclasses.replace(job, targets=()) for job in jobs]
         plans = []
-        digests: dict[tuple[int, ...], str] = {}
         for ranks, group in world.groups_by_ranks.items():
             own_jobs = [job for job in jobs if tuple(sorted(matrices[job.matrix].ranks)) == ranks]
             plan = plan_exchange(
@@ -629,30 +652,10 @@ class Engine:
                 itemsize=dtype.itemsize,
                 bucket_bytes=config.bucket_bytes,
             )
-            digests[ranks] = plan.digest
-            if own_jobs:
-                plans.append((plan, group, dtype))
-        check_alike_by_ranks("exchange plan", digests, world.group)
+            plans.append((ranks, plan, group))
         return plans
 
-    # ---------------------------------------------------------------- measurements
-
-    def _measure(self, step: Step, bucket: Bucket, probes: Sequence[Probe]) -> None:
-        """Gather a bucket of matrices, and measure each on the rank that has it whole."""
-        self._pack_momentum(step, bucket.outgoing)
-        for _ in bucket.gather():
-            pass
-        for index, momentum in zip(bucket.owned, bucket.wholes, strict=True):
-            matrix, schedule = self.parameters.matrices[index], step.schedules[index]
-            result = functools.partial(self._result, momentum, schedule)
-            with self._deferring(step, f"measuring {matrix.name}"):
-                for probe in probes:
-                    if matrix.name in probe.names:
-                        probe.measure(matrix.name, momentum, result)
-
-    def _result(self, momentum: Tensor, schedule: Schedule) -> Tensor:
-        """Newton-Schulz of one matrix that travelled in float32, as training has it."""
-        return self._newton_schulz(momentum.to(self._wire), schedule)
+    # ---------------------------------------------------------------- figures
 
     def sent_bytes_by_peer(self) -> dict[int, int]:
         """Bytes of matrices that this rank sent in the last step, by global rank of the peer."""
@@ -673,8 +676,3 @@ class Engine:
             "exchange/sent_bytes": float(sum(self.sent_bytes_by_peer().values())),
             "exchange/sent_elements": float(elements),
         }
-
-
-def _digest(probe: Probe) -> str:
-    """A short text that is alike on ranks whose probe measures the same matrices."""
-    return hashlib.sha256("\n".join(sorted(probe.names)).encode()).hexdigest()[:16]

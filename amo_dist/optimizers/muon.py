@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
@@ -35,10 +36,11 @@ from amo_dist.engine.hyperparameters import (
 )
 from amo_dist.engine.observe import (
     GUARD_BOUND,
-    agree_on_values,
     coefficient_table,
     matrix_to_check,
+    measure_residual,
     measure_spectrum,
+    observe,
 )
 from amo_dist.engine.parameters import (
     Parameters,
@@ -49,9 +51,8 @@ from amo_dist.engine.parameters import (
 )
 from amo_dist.engine.rule import UpdateRule
 from amo_dist.engine.staging import device_of_matrices
-from amo_dist.engine.step import Engine, Orders, Probe
+from amo_dist.engine.step import Engine, Measurement, Orders
 from amo_dist.engine.world import World, agree_on_world
-from amo_dist.kernels.spectrum import ns_residual
 from amo_dist.operators.patterns import format_patterns
 from amo_dist.schedule.plan import Plan
 from amo_dist.schedule.polar_express import SAFETY
@@ -277,16 +278,15 @@ class Muon(torch.optim.Optimizer):
         verdict = engine.agree(orders, fault)
         if verdict.is_idle:
             return
+        step = None
         if verdict.reason:
             self._count_skipped(orders.step, verdict.reason)
         else:
-            engine.run(orders, verdict)
+            step = engine.run(orders, verdict)
         self._schedule_state = dataclasses.replace(self._schedule_state, steps_taken=orders.step)
-        for probe in orders.probes:
-            probe.finish(orders.step)
-        if orders.probes:
-            # A failed measurement is raised now: this step waits anyway, and a save may follow.
-            engine.ballots.vote_on_text(f"the end of step {orders.step}")
+        for measurement in orders.measurements:
+            with torch.profiler.record_function("amo::observe"):
+                observe(engine, step, measurement)
 
     def _read_verdict(self) -> None:
         """Read the verdict of the last step, if nobody has read it.
@@ -329,12 +329,17 @@ class Muon(torch.optim.Optimizer):
         has_fixed_owners = (
             self.config.ownership == "round_robin" or source.phase(step) == "transition"
         )
-        every, probes = self.config.ns_guard_every, list[Probe]()
+        every, measurements = self.config.ns_guard_every, list[Measurement]()
         turn = step // every if every and step % every == 0 else 0
-        if sample:
-            probes.append(self._observation(sample))
-        if turn and (name := matrix_to_check(world.registry, turn)) is not None:
-            probes.append(self._guard(name))
+        checked = matrix_to_check(world.registry, turn) if turn else None
+        try:
+            if sample:
+                measurements.append(self._observation(step, sample, decision.schedules))
+            if checked is not None:
+                measurements.append(self._guard(step, checked, turn, decision.schedules))
+        except Exception as error:  # without memory, say; the ballot tells all ranks
+            assert self._engine.ballots is not None
+            self._engine.ballots.report_failure(f"step {step}: preparing to measure", error)
         # Set now and not after the step, which may raise.
         self._state_before = state
         return Orders(
@@ -344,32 +349,27 @@ class Muon(torch.optim.Optimizer):
             fingerprint=[
                 f"step {step}",
                 f"schedules and state {decision.digest}",
-                f"observed {list(sample)}",
+                f"measured {list(sample)}, {checked}",
             ],
-            turn=turn,
-            probes=tuple(probes),
+            measurements=measurements,
         )
 
-    def _observation(self, names: Sequence[str]) -> Probe:
+    def _observation(
+        self, step: int, names: Sequence[str], schedules: Sequence[Schedule]
+    ) -> Measurement:
         """The measurement of the spectra of sampled matrices."""
-        candidates = self.source.candidates()
-        table, is_exact = coefficient_table(candidates), self.config.update_norm == "exact"
-        measured: dict[str, Tensor] = {}
-        self._observe_seconds = 0.0
+        table = coefficient_table(self.source.candidates())
+        is_exact, self._observe_seconds = self.config.update_norm == "exact", 0.0
 
-        def measure(name: str, momentum: Tensor, result: Callable[[], Tensor]) -> None:
+        def measure(momentum: Tensor, schedule: Schedule) -> Tensor:
             start = time.perf_counter()
-            with torch.profiler.record_function("amo::observe"):
-                measured[name] = measure_spectrum(momentum, table, SAFETY, exact_norm=is_exact)
+            measured = measure_spectrum(momentum, table, SAFETY, exact_norm=is_exact)
             self._observe_seconds += time.perf_counter() - start
+            return measured
 
-        def finish(step: int) -> None:
-            assert self.world is not None
-            with torch.profiler.record_function("amo::observe"):
-                observed = agree_on_values(measured, names, self.world, 2 + len(candidates))
-            self._record(step, observed)
-
-        return Probe(frozenset(names), measure, finish)
+        buckets, sent = self._engine.buckets_to_measure(names, schedules)
+        take = functools.partial(self._record, step)
+        return Measurement(names, buckets, sent, measure, 2 + len(table), take)
 
     def _record(self, step: int, observed: Mapping[str, Sequence[float]]) -> None:
         """Hand an observation to the source, which plans at the last one; each rank by itself."""
@@ -390,35 +390,29 @@ class Muon(torch.optim.Optimizer):
         for line in remarks:
             logger.warning("%s", line)
 
-    def _guard(self, name: str) -> Probe:
+    def _guard(self, step: int, name: str, turn: int, schedules: Sequence[Schedule]) -> Measurement:
         """The measurement of the residual of one matrix."""
-        residuals: dict[str, Tensor] = {}
+        measure = functools.partial(measure_residual, engine=self._engine)
+        buckets, sent = self._engine.buckets_to_measure([name], schedules, turn)
+        take = functools.partial(self._check_residual, step, name)
+        return Measurement([name], buckets, sent, measure, 1, take)
 
-        def measure(name: str, momentum: Tensor, result: Callable[[], Tensor]) -> None:
-            with torch.profiler.record_function("amo::residual"):
-                update = result()
-                # A matrix without a gradient is zero, and its residual says nothing.
-                is_zero = ~(update != 0).any()
-                residuals[name] = ns_residual(update).masked_fill(is_zero, math.nan)
-
-        def finish(step: int) -> None:
-            assert self.world is not None
-            ((residual,),) = agree_on_values(residuals, [name], self.world).values()
-            self._residual = 0.0 if math.isnan(residual) else residual
-            if residual > GUARD_BOUND:
-                info = next(one for one in self.world.registry if one.name == name)
-                schedule = self.source.schedules(step)[self.source.key(info)]
-                triples = " ".join(
-                    f"({a:.4g}, {b:.4g}, {c:.4g})" for a, b, c in schedule.coefficients
-                )
-                logger.warning(
-                    "step %d: %s, of type %s, is left with a Newton-Schulz residual of %.4g, above "
-                    "%g, by the %d steps %s (preconditioner %s, norm_scale %g)",
-                    *(step, name, info.operator_type, residual, GUARD_BOUND),
-                    *(schedule.num_steps, triples, schedule.preconditioner, schedule.norm_scale),
-                )
-
-        return Probe(frozenset([name]), measure, finish)
+    def _check_residual(self, step: int, name: str, observed: dict[str, list[float]]) -> None:
+        """Warn of a residual above the bound."""
+        (residual,) = observed[name]
+        self._residual = 0.0 if math.isnan(residual) else residual
+        if not residual > GUARD_BOUND:
+            return
+        assert self.world is not None
+        info = next(one for one in self.world.registry if one.name == name)
+        schedule = self.source.schedules(step)[self.source.key(info)]
+        triples = " ".join(f"({a:.4g}, {b:.4g}, {c:.4g})" for a, b, c in schedule.coefficients)
+        logger.warning(
+            "step %d: %s, of type %s, is left with a Newton-Schulz residual of %.4g, above "
+            "%g, by the %d steps %s (preconditioner %s, norm_scale %g)",
+            *(step, name, info.operator_type, residual, GUARD_BOUND),
+            *(schedule.num_steps, triples, schedule.preconditioner, schedule.norm_scale),
+        )
 
     def _connect(self, fault: ValueError | None) -> None:
         """Agree with all ranks on the structure; once, at the first step."""

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from amo_dist import AMO, Muon, NorMuon
+from amo_dist.engine import observe
 from amo_dist.engine import step as one_step
 from amo_dist.engine.parameters import Piece
 from amo_dist.engine.rule import AllSum, UpdateRule
-from amo_dist.optimizers import muon
 from amo_dist.optimizers.normuon import NorMuonRule
 from tests import runs
 from tests.distributed import models
@@ -55,14 +55,14 @@ def fail_to_measure(rank: int, world_size: int, name: str, failed: int) -> list[
     model, optimizer = runs.make("fsdp", AMO, sample_size=9, ns_guard_every=3)
     errors = []
     for step in range(1, 7):
-        with full(muon, name, (rank, step) == (1, failed)):
+        with full(observe, name, (rank, step) == (1, failed)):
             errors.append(take(model, optimizer, step))
         assert optimizer.num_steps_taken == step, errors
     assert optimizer.control_state_dict()["source"]["plan"] is not None
     return errors
 
 
-@pytest.mark.parametrize(("name", "failed"), [("measure_spectrum", 2), ("ns_residual", 3)])
+@pytest.mark.parametrize(("name", "failed"), [("spectrum", 2), ("ns_residual", 3)])
 def test_a_measurement_that_fails_on_its_owner_is_raised_on_all(
     run_on: Ranks, name: str, failed: int
 ) -> None:

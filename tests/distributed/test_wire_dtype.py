@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from amo_dist import Muon, MuonConfig, param_groups
-from amo_dist.optimizers import muon
+from amo_dist.engine import observe
 from tests.distributed import models
 from tests.distributed.harness import Ranks
 
@@ -29,13 +29,13 @@ def train(
         measured[found.dtype] += 1
         return torch.zeros(())
 
-    with mock.patch.object(muon, "ns_residual", residual):
+    with mock.patch.object(observe, "ns_residual", residual):
         for step in range(1, 5):
             models.set_gradients(model, 7, step)
             optimizer.step()
     whole = {name: models.whole(param) for name, param in model.named_parameters()}
     elements = float(sum(sum(counts.values()) for counts in optimizer._engine._sent))
-    num_bytes = elements * optimizer._engine._wire.itemsize
+    num_bytes = elements * optimizer._engine.wire.itemsize
     return whole, measured, elements, num_bytes
 
 
