@@ -22,10 +22,8 @@ from torch import Tensor
 Tensors = Sequence[Tensor]
 
 _GROUP_ELEMENTS = 2**25
-"""Elements, about, of the tensors that are computed together on a device: float32 copies of narrow
-tensors take memory."""
-_CHUNK_ELEMENTS = 2**18
-"""The same on a CPU, whose caches hold so many elements through all passes of a formula."""
+"""Elements, about, of the tensors that are computed together: float32 copies of narrow tensors take
+memory."""
 
 
 def on_cpu(x: Tensor) -> bool:
@@ -66,13 +64,10 @@ def largest_entry(x: Tensor) -> Tensor:
     Returns:
         Shape ``(..., 1, 1)``, dtype of ``x``; NaN where a matrix holds one.
     """
-    if not on_cpu(x):
-        norm: Tensor = torch.linalg.vector_norm(x, math.inf, dim=(-2, -1), keepdim=True)
-        return norm
-    if x.dim() > 2:
+    if on_cpu(x):
         return x.abs().amax(dim=(-2, -1), keepdim=True)
-    least, greatest = torch.aminmax(x)
-    return torch.maximum(greatest, least.neg()).view(1, 1)
+    norm: Tensor = torch.linalg.vector_norm(x, math.inf, dim=(-2, -1), keepdim=True)
+    return norm
 
 
 def exceed(tensors: Tensors, bounds: Tensor) -> Tensor:
@@ -86,13 +81,8 @@ def exceed(tensors: Tensors, bounds: Tensor) -> Tensor:
         Boolean, shape ``(len(tensors),)``.
     """
     if on_cpu(tensors[0]):
-        flags = []
-        for tensor, bound in zip(tensors, bounds.tolist(), strict=True):
-            # On a CPU a 2-norm takes half as long as the largest entry, and no entry is beyond it
-            # (a factor of two for its rounding).
-            is_good = torch.linalg.vector_norm(tensor).item() <= bound / 2
-            flags.append(not (is_good or largest_entry(tensor.reshape(1, -1)).item() <= bound))
-        return torch.tensor(flags, device="cpu")
+        largest = torch.cat([largest_entry(x.reshape(1, -1)).double().view(1) for x in tensors])
+        return ~(largest <= bounds)
     # The 2-norm of finite 1e30 entries would be infinite.
     norms = torch._foreach_norm(list(tensors), ord=float("inf"))
     if len({norm.dtype for norm in norms}) > 1:
@@ -112,16 +102,12 @@ def drop_nonfinite(updates: Tensor) -> Tensor:
     Returns:
         Flags of the matrices that were zeroed, boolean, ``(b, 1, 1)``.
     """
-    # The sum of finite entries is finite in float64, to which a device casts as it reads. A CPU
-    # copies narrow matrices first, which takes ten times as long. In their own dtype finite entries
-    # may add up to inf: there the largest entry tells.
-    dims, is_near = (-2, -1), on_cpu(updates)
-    total = updates.sum(dim=dims, keepdim=True, dtype=None if is_near else torch.float64)
-    bad = total.sub_(total) != 0  # NaN where it is not finite, in fewer calls than isfinite
-    if is_near:
-        if not bad.any():
-            return bad
-        bad = ~torch.isfinite(updates.abs().amax(dim=dims, keepdim=True))
+    if on_cpu(updates):
+        bad = ~torch.isfinite(largest_entry(updates))
+    else:
+        # The sum of finite entries is finite in float64, to which a device casts as it reads.
+        total = updates.sum(dim=(-2, -1), keepdim=True, dtype=torch.float64)
+        bad = total.sub_(total) != 0  # NaN where it is not finite, in fewer calls than isfinite
     updates.masked_fill_(bad, 0.0)
     return bad
 
@@ -280,31 +266,14 @@ def _parts(
         raise ValueError(f"tensors: found lists of {sorted(lengths)}, expected as many in each")
     if not lists[0]:
         return
-    limit = _GROUP_ELEMENTS
-    if on_cpu(tensors[0]):
-        limit = _CHUNK_ELEMENTS
-        if max(map(Tensor.numel, lists[0])) > limit:
-            rows = [row for values in zip(*lists, strict=True) for row in _cut(values)]
-            lists = list(map(list, zip(*rows, strict=True)))
     first, second = lists[:2]
     parts: dict[object, list[int]] = {}
     for index, size in enumerate(accumulate(map(Tensor.numel, first))):
-        key = (size // limit, first[index].dtype, second[index].dtype)
+        key = (size // _GROUP_ELEMENTS, first[index].dtype, second[index].dtype)
         parts.setdefault(key, []).append(index)
     for indices in parts.values():
         dtype = wide_dtype(first[indices[0]].dtype)
         yield dtype, [[values[index] for index in indices] for values in lists]
-
-
-def _cut(values: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
-    """Tensors of one shape in rows, as many as a CPU takes at once; numbers are repeated."""
-    whole = values[0]
-    if whole.numel() <= _CHUNK_ELEMENTS:
-        yield tuple(values)
-        return
-    num_rows = max(_CHUNK_ELEMENTS * len(whole) // whole.numel(), 1)
-    columns = [v.split(num_rows) if isinstance(v, Tensor) else repeat(v) for v in values]
-    yield from zip(*columns, strict=False)  # repeated numbers have no end
 
 
 def _widened(

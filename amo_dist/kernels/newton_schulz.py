@@ -39,8 +39,6 @@ _GREATEST, _GREATEST_EXCESS = 1.5, 1.25
 of exact steps, of which the larger counts: some short schedules end near two."""
 _LEAST_ENTRY = {torch.float32: 2.0**-149, torch.float64: 2.0**-1074}
 """Least positive numbers."""
-_LEAST_NORM, _GREATEST_NORM = 2.0**-40, 2.0**60
-"""Norms of matrices whose squares float32 can add up."""
 _LEAST_EPS = 2.0**-9
 """Least ``eps`` that is added to a norm, over the spacing of the dtype at one: the rounding of the
 iterates hides a smaller one."""
@@ -211,16 +209,6 @@ def first_iterate(
         divisor = norm.mul_(norm_scale).clamp_(min=_LEAST_ENTRY[torch.float64])
         first = torch.empty(x.shape, dtype=dtype, device=x.device)
         return torch.div(x, divisor, out=first), None
-    if on_cpu(x) and x.dim() == 2 and preconditioner == "frobenius":
-        x = x.contiguous()
-        total = torch.linalg.vector_norm(x.to(wide)).item()
-        if _LEAST_NORM <= total <= _GREATEST_NORM:
-            # Squares neither overflow nor vanish: the bits of the general case in fewer passes.
-            number = total * norm_scale
-            if has_eps:
-                number += largest_entry(x).to(wide).mul_(eps).item()
-            quotient = (x if x.dtype == dtype else x.to(wide)).div(number)
-            return quotient.to(dtype), None
     # The maximum is taken in the dtype of x, which may be half as long to read, and is the same in
     # any order. The clamp keeps zero matrices from 0 / 0.
     largest = largest_entry(x).to(wide).clamp_(min=_LEAST_ENTRY[wide])
@@ -453,14 +441,6 @@ def scale_to_exact_norm(updates: Tensor) -> Tensor:
         torch.promote_types(updates.dtype, torch.float32),
     )
     least = size / EXACT_NORM_BOUND
-    if on_cpu(updates):
-        # One by one: a reduction over a batch need not add in the order of one over a matrix.
-        by_matrix = []
-        for update in updates.unbind():
-            norm = torch.linalg.vector_norm(update, dtype=wide)
-            update.mul_(size / norm.clamp_min(least))
-            by_matrix.append(norm)
-        return torch.stack(by_matrix)
     norms: Tensor = torch.linalg.vector_norm(updates, dim=(-2, -1), keepdim=True, dtype=wide)
     updates.mul_(size / norms.clamp_min(least))
     return norms.view(-1)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from amo_dist import AMO, AMOConfig, MuonConfig, param_groups
+from amo_dist import AMOConfig, MuonConfig, param_groups
 from amo_dist.optimizers.named import MUON_SCHEDULES, OPTIMIZER_NAMES, make_optimizer
 from amo_dist.optimizers.root import fit
 from amo_dist.schedule.coefficients import named_schedule
@@ -100,36 +100,6 @@ def test_sums_over_whole_matrices_are_the_same_bits_on_shards(
     for params in run_on(ranks)(train, layout, name):
         for key, value in whole.items():
             assert torch.equal(params[key], value), key
-
-
-def train_amo(
-    rank: int, world_size: int, layout: str, switches: dict[str, Any]
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    model = models.make_model(layout, SHAPES)
-    settings = AMOConfig(**AMO_FIELDS, bucket_bytes=256, **switches)
-    optimizer = AMO(param_groups(model), LR, WEIGHT_DECAY, config=settings)
-    for step in range(1, STEPS + 1):
-        models.set_gradients(model, SEED, step)
-        optimizer.step()
-    params = {name: models.whole(param) for name, param in model.named_parameters()}
-    return params, optimizer.control_state_dict()
-
-
-@pytest.mark.parametrize(
-    ("switches", "num_groups"),
-    [
-        ({"planner": "paper"}, 7),
-        ({"observe_only": True}, 0),
-    ],
-)
-def test_amos_switches_on_shards(run_on: Ranks, switches: dict[str, Any], num_groups: int) -> None:
-    params, control = train_amo(0, 1, "plain", switches)
-    plan = control["source"]["plan"]
-    assert len(plan["allocation"] if plan else []) == num_groups
-    assert len(control["source"]["observations"]) == 2
-    for sharded, other in run_on(2)(train_amo, "fsdp", switches):
-        assert other == control
-        assert all(torch.equal(sharded[name], value) for name, value in params.items())
 
 
 class FailingSource(Fixed):

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -24,9 +24,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from amo_dist import AMO, AdaMuon, AMOConfig, MissingGradientError, Muon, NorMuon, param_groups
-from amo_dist.distributed.layout import local_tensor
-from amo_dist.engine.ballot import MAX_IDLE_STEPS
+from amo_dist import AMO, AdaMuon, AMOConfig, Muon, NorMuon, param_groups
+from tests import runs
 from tests.distributed import models
 from tests.distributed.harness import Ranks
 
@@ -64,31 +63,16 @@ def prepare(model: nn.Module, optimizer: Muon) -> nn.Module:
     return model
 
 
-def train(model: nn.Module, optimizer: Muon, first: int = 1, last: int = 9) -> None:
-    for step in range(first, last + 1):
-        models.set_gradients(model, 1, step)
-        optimizer.step()
-
-
-def weights(model: nn.Module) -> dict[str, Tensor]:
-    return {name: local_tensor(param).clone() for name, param in model.named_parameters()}
-
-
-def same(one: nn.Module, other: nn.Module) -> bool:
-    left, right = weights(one), weights(other)
-    return all(torch.equal(left[name], right[name]) for name in left | right)
-
-
 def prepared(rank: int, world_size: int, name: str) -> tuple[bool, bool, str]:
     model = models.plain_model(models.shapes())
     optimizer = MAKE[name](param_groups(model))
     prepare(model, optimizer)
     expected = shard(models.plain_model(models.shapes()))
     reference = MAKE[name](param_groups(expected))
-    train(model, optimizer)
-    train(expected, reference)
+    runs.train(model, optimizer, 1, 9)
+    runs.train(expected, reference, 1, 9)
     momentum = optimizer.state[model.get_parameter(WQ)]["momentum_buffer"]
-    return same(model, expected), isinstance(momentum, DTensor), optimizer.phase
+    return runs.same(model, expected), isinstance(momentum, DTensor), optimizer.phase
 
 
 @pytest.mark.parametrize("name", list(MAKE))
@@ -118,7 +102,7 @@ def by_accelerate(rank: int, world_size: int) -> tuple[bool, bool]:
         for each, own in ((model, wrapped), (expected, reference)):
             models.set_gradients(each, 1, step)
             own.step()
-    return same(model, expected), isinstance(model.get_parameter(WQ), DTensor)
+    return runs.same(model, expected), isinstance(model.get_parameter(WQ), DTensor)
 
 
 def test_parameters_that_accelerate_swaps_are_trained(run_on: Ranks) -> None:
@@ -131,7 +115,7 @@ def resumed(rank: int, world_size: int, flat: bool) -> bool:
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     source = shard(models.plain_model(models.shapes()))
     trained = AMO(param_groups(source), config=CONFIG)
-    train(source, trained, 1, 5)
+    runs.train(source, trained, 1, 5)
     state = copy.deepcopy(get_optimizer_state_dict(source, trained, options=options))
     model = models.plain_model(models.shapes())
     optimizer = AMO(param_groups(model), config=CONFIG)
@@ -141,9 +125,9 @@ def resumed(rank: int, world_size: int, flat: bool) -> bool:
             model.get_parameter(name).copy_(param)
     get_optimizer_state_dict(model, optimizer, options=options)  # what a checkpoint is read into
     set_optimizer_state_dict(model, optimizer, state, options=options)
-    train(source, trained, 6, 9)
-    train(model, optimizer, 6, 9)
-    return same(source, model)
+    runs.train(source, trained, 6, 9)
+    runs.train(model, optimizer, 6, 9)
+    return runs.same(source, model)
 
 
 @pytest.mark.parametrize("flat", [False, True])
@@ -151,41 +135,11 @@ def test_a_checkpoint_is_loaded_after_the_swap(run_on: Ranks, flat: bool) -> Non
     assert run_on(2)(resumed, flat) == [True, True]
 
 
-def not_swapped(rank: int, world_size: int, blocks_only: bool) -> tuple[str, bool]:
-    model = models.plain_model(models.shapes())
-    optimizer = Muon(param_groups(model))
-    if blocks_only:
-        for layer in model.get_submodule("layers").children():
-            fully_shard(layer, mesh=init_device_mesh("cpu", (world_size,)))
-    else:
-        shard(model)
-    before = weights(model)
-    models.set_gradients(model, 1, 1)
-    # Where some parameters have gradients, no matrix is an error at once.
-    for _ in range(0 if blocks_only else MAX_IDLE_STEPS - 1):
-        optimizer.step()
-    with pytest.raises(MissingGradientError) as error:
-        optimizer.step()
-    after = weights(model)
-    return str(error.value), all(torch.equal(after[name], value) for name, value in before.items())
-
-
-@pytest.mark.parametrize("blocks_only", [False, True])
-def test_parameters_that_are_no_longer_the_models_are_named(
-    run_on: Ranks, blocks_only: bool
-) -> None:
-    for error, is_unchanged in run_on(2)(not_swapped, blocks_only):
-        assert error.startswith("layers.0.attention.wk.weight, layers.0.attention.wo.weight, ")
-        assert " more: found no gradient on any rank in step 1, " in error
-        assert "build the optimizer after all that replaces the model's parameters" in error
-        assert is_unchanged
-
-
 def gradients_on_one_rank(rank: int, world_size: int) -> bool:
     """Of each rank's own tensors those of another rank may have the only gradients."""
     model = models.plain_model({WQ: (12, 8)})
     optimizer = Muon(param_groups(model))
-    before = weights(model)
+    before = runs.weights(model)
     if rank == 0:
         models.set_gradients(model, 1, 1)
     optimizer.step()

@@ -13,16 +13,13 @@ from amo_dist.kernels.elementwise import (
     exceed,
     nesterov,
     update_momentum,
-    update_scale,
 )
 
 
-@pytest.fixture(params=["devices", "cpu", "cpu in small chunks"], autouse=True)
+@pytest.fixture(params=["devices", "cpu"], autouse=True)
 def each_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "devices":
         monkeypatch.setattr(elementwise, "on_cpu", lambda tensor: False)
-    elif request.param == "cpu in small chunks":
-        monkeypatch.setattr(elementwise, "_CHUNK_ELEMENTS", 100)
 
 
 MOMENTUM = 0.95
@@ -43,33 +40,6 @@ def widen(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_momentum_by_the_formula(dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
-    # With bfloat16 buffers, the foreach product once took 0.9492 for 0.95.
-    buffers, grads = tensors(dtype, 0), tensors(grad_dtype, 1)
-    before = [b.clone() for b in buffers]
-    kept = [g.clone() for g in grads]
-    update_momentum(buffers, grads, MOMENTUM)
-    for buffer, old, grad in zip(buffers, before, grads, strict=True):
-        # A product and a sum, one by one: the same bits.
-        assert torch.equal(buffer, (widen(old) * MOMENTUM + grad).to(dtype))
-        assert buffer.dtype == dtype
-    assert all(torch.equal(g, k) for g, k in zip(grads, kept, strict=True))
-
-
-@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_nesterov_by_the_formula(dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
-    buffers, grads = tensors(dtype, 0), tensors(grad_dtype, 1)
-    before = [b.clone() for b in buffers]
-    ahead = nesterov(buffers, grads, MOMENTUM)
-    for result, buffer, grad in zip(ahead, before, grads, strict=True):
-        assert torch.equal(result, widen(buffer) * MOMENTUM + grad)
-        assert result.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    assert all(torch.equal(b, k) for b, k in zip(buffers, before, strict=True))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_nesterov_is_rounded_once_into_given_places(dtype: torch.dtype) -> None:
     # Columns of a wider matrix, larger than what CPU takes at once, and a flat buffer.
@@ -81,16 +51,6 @@ def test_nesterov_is_rounded_once_into_given_places(dtype: torch.dtype) -> None:
     expected = (buffer * MOMENTUM + grad).to(dtype)
     assert all(torch.equal(place, expected) for place in places)
     assert wide[:, :30].count_nonzero() == wide[:, 160:].count_nonzero() == 0
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_update_by_the_formula(dtype: torch.dtype) -> None:
-    params, updates = tensors(dtype, 0), tensors(torch.bfloat16, 1)
-    before = [w.clone() for w in params]
-    scales = [0.5 + i for i in range(len(params))]
-    apply_update(params, updates, lr=1e-2, weight_decay=0.1, scale=scales)
-    for w, old, x, scale in zip(params, before, updates, scales, strict=True):
-        assert torch.equal(w, old * (1 - 1e-2 * 0.1) - x.to(dtype) * (1e-2 * scale))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -158,14 +118,6 @@ def test_shards_have_the_bits_of_the_whole(dtype: torch.dtype, pieces: list[int]
     assert torch.equal(torch.cat(buffers), buffer)
     assert torch.equal(torch.cat(aheads), ahead)
     assert torch.equal(torch.cat(params), w)
-
-
-@pytest.mark.parametrize(
-    ("shape", "expected"), [((3, 4), 0.4), ((4, 3), 0.4), ((3, 16), 0.8), ((1, 1), 0.2)]
-)
-def test_update_scale(shape: tuple[int, int], expected: float) -> None:
-    # One rounding of a product.
-    assert update_scale(shape, 0.2) == pytest.approx(expected, rel=1e-15)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from amo_dist.kernels.newton_schulz import run_steps, safe_sizes, standard
 from amo_dist.schedule.coefficients import named_schedule
-from amo_dist.schedule.polar_express import compose, schedule_for
+from amo_dist.schedule.polar_express import schedule_for
 from amo_dist.schedule.types import Schedule
 from tests.unit.test_ns_backends import relative
 
@@ -47,14 +47,6 @@ MATRICES = inputs()
 @pytest.mark.parametrize("schedule", ["kj", "you", "pe", "turbo", "cans"])
 def test_named_schedules_are_as_exact(schedule: str) -> None:
     check(tuple(named_schedule(schedule).schedule.coefficients))
-
-
-@pytest.mark.parametrize(
-    ("ell", "steps"),
-    [(1e-1, 1), (1e-3, 2), (1e-1, 3), (1e-5, 4), (1e-3, 5), (1e-5, 7), (1e-1, 8), (1e-3, 10)],
-)
-def test_composed_schedules_are_as_exact(ell: float, steps: int) -> None:
-    check(tuple(compose(1.01 * ell, steps)))
 
 
 def check(coefficients: tuple[tuple[float, float, float], ...]) -> None:
@@ -164,7 +156,3 @@ def test_safe_pairs_of_16_bits_never_diverge(
     # Measured: at most 4.3 on average over the matrices of a schedule, 2.9 for the largest error.
     assert (pairs / single).log().mean().exp() < 5
     assert pairs.max() < 4 * single.max()
-
-
-def test_the_cases_are_ten_thousand() -> None:
-    assert 2 * len(NARROW) * NUM_MATRICES == 10_080

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import CyclicLR, LambdaLR, LinearLR, OneCycleLR
+from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 
 from amo_dist import (
     AMO,
@@ -29,7 +29,7 @@ from amo_dist import (
 from amo_dist.engine.hyperparameters import check_groups
 from tests.distributed import models
 from tests.unit.checkpoint_runs import BAD_RATES, everything
-from tests.unit.in_use import FAMILY, NORM, SHAPES, W1, WQ, muon, same, train
+from tests.unit.in_use import NORM, SHAPES, W1, WQ, muon, same, train
 
 SHORT = AMOConfig(observe_until=4, observe_every=2, sample_size=2, transition_steps=3)
 
@@ -41,7 +41,7 @@ def unknown() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
 
 
-@pytest.mark.parametrize("name", FAMILY)
+@pytest.mark.parametrize("name", ["Muon", "AMO"])
 def test_no_matrix_is_an_error(name: str) -> None:
     message = (
         r"^params: found no matrix among 4 parameters \(0.weight \(8, 8\), 2.weight \(8, 8\), "
@@ -51,7 +51,7 @@ def test_no_matrix_is_an_error(name: str) -> None:
         make_optimizer(name, param_groups(unknown()))
 
 
-@pytest.mark.parametrize("name", FAMILY)
+@pytest.mark.parametrize("name", ["Muon", "AMO", "NorMuon"])
 def test_with_leave_adamw_trains_all(name: str) -> None:
     torch.manual_seed(0)
     model = unknown()
@@ -129,16 +129,6 @@ def test_a_rate_on_a_device_is_not_read() -> None:
         check_groups([{**groups[0], "lr": torch.ones(2, device="meta")}], is_complete=False)
 
 
-def test_a_scheduler_that_ends_a_hair_below_zero_is_no_fault() -> None:
-    model = models.plain_model(SHAPES)
-    optimizer = muon(model)
-    scheduler = LinearLR(optimizer, start_factor=1 / 3, end_factor=0.0, total_iters=7)
-    for _ in range(9):
-        train(model, optimizer)
-        scheduler.step()
-    assert -1e-16 < optimizer.param_groups[0]["lr"] < 0  # by rounding
-
-
 @pytest.mark.parametrize("make", [Muon, AdaMuon, NorMuon, AMO])
 @pytest.mark.parametrize("changes", [{"momentum": 0.5}, {"nesterov": False}])
 def test_momentum_of_a_group_is_that_of_the_settings(make: Any, changes: dict[str, Any]) -> None:
@@ -148,24 +138,6 @@ def test_momentum_of_a_group_is_that_of_the_settings(make: Any, changes: dict[st
     train(model, make(groups))
     train(twin, make(param_groups(twin), config=kind(**changes)))
     assert same(model, twin)
-
-
-def test_two_groups_have_momenta_of_their_own() -> None:
-    settings = {WQ: {"momentum": 0.5, "nesterov": False}, W1: {"momentum": 0.9}}
-    model = models.plain_model({WQ: (12, 8), W1: (13, 8)})
-    optimizers = []
-    for name, changes in settings.items():
-        (group,) = param_groups(models.plain_model({name: model.get_parameter(name).shape}))
-        optimizers.append(Muon([{**group, **changes}], lr=1e-2))
-    (group,) = param_groups(model)
-    split = [
-        {**group, **settings[pair[0]], "params": [pair], "lr": 1e-2} for pair in group["params"]
-    ]
-    train(model, Muon(split))
-    for name, optimizer in zip(settings, optimizers, strict=True):
-        twin = models.build(optimizer.params_by_name)
-        train(twin, optimizer)
-        assert torch.equal(twin.get_parameter(name), model.get_parameter(name))
 
 
 @pytest.mark.parametrize(
@@ -251,30 +223,6 @@ def test_what_moves_in_a_group_moves_the_step(key: str, value: Any) -> None:
     moves_rest = key not in ("momentum", "nesterov")
     assert torch.equal(model.get_parameter(WQ), still.get_parameter(WQ)) == (not moves_matrices)
     assert torch.equal(model.get_parameter(NORM), still.get_parameter(NORM)) == (not moves_rest)
-
-
-def test_a_tensor_of_weight_decay_is_that_number() -> None:
-    found = []
-    for decay in (0.25, torch.tensor(0.25)):
-        model = models.plain_model(SHAPES)
-        train(model, muon(model, weight_decay=decay))
-        found.append(model)
-    assert same(*found)
-
-
-def test_a_scheduler_keeps_the_factor_of_a_group() -> None:
-    model, twin = models.plain_model(SHAPES), models.plain_model(SHAPES)
-    optimizer = Muon(param_groups(model, lr_multipliers={WQ: 0.5}), lr=1e-2)
-    scheduler = LambdaLR(optimizer, lambda step: 0.5**step)
-    reference = muon(twin)
-    for step in range(1, 4):
-        train(model, optimizer, step, step)
-        scheduler.step()
-        train(twin, reference, step, step)
-        for group in reference.param_groups:
-            group["lr"] *= 0.5
-    assert torch.equal(model.get_parameter(W1), twin.get_parameter(W1))
-    assert not torch.equal(model.get_parameter(WQ), twin.get_parameter(WQ))
 
 
 def test_notes_of_schedulers_and_users_are_no_unknown_keys(

@@ -142,15 +142,6 @@ def test_products_within_the_limits_are_the_librarys(
     assert installed.calls == (taken if is_taken else small)
 
 
-def test_an_unaligned_matrix_is_left_to_pytorch(installed: StandIn) -> None:
-    products = quack.library("quack", CUDA, torch.bfloat16)
-    installed.calls.clear()
-    x = torch.zeros(16 * 16 + 1, dtype=torch.bfloat16, device="cuda")[1:].view(16, 16)
-    products.product(x)
-    products.apply(torch.zeros(16, 16, dtype=torch.bfloat16, device="cuda"), x, 2.0, False)
-    assert not installed.calls
-
-
 def test_kernels_are_compiled_before_the_first_collective(
     installed: StandIn, device: Device, caplog: pytest.LogCaptureFixture
 ) -> None:

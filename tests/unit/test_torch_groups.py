@@ -15,7 +15,7 @@ from torch.optim.swa_utils import SWALR
 
 from amo_dist import Muon, make_optimizer, param_groups
 from tests.distributed import models
-from tests.unit.in_use import SHAPES, WQ, muon, same, train, weights
+from tests.unit.in_use import SHAPES, WQ, muon, same, train
 
 # ---------------------------------------------------------------- loads of other forms
 
@@ -73,21 +73,6 @@ def test_a_state_of_another_form_goes_on_alike(
         assert all(("param_names" in group) == is_named for group in other.param_groups)
 
 
-def test_loading_changes_neither_the_state_dict_nor_what_it_came_from() -> None:
-    model = models.plain_model(SHAPES)
-    optimizer = muon(model)
-    train(model, optimizer)
-    state, twin = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model)
-    before = copy.deepcopy(state)
-    other = muon(twin)
-    other.load_state_dict(state)
-    train(twin, other, 4, 6)
-    for found in (state, optimizer.state_dict()):
-        assert found["param_groups"] == before["param_groups"]
-        for key, values in before["state"].items():
-            assert all(torch.equal(found["state"][key][field], values[field]) for field in values)
-
-
 def test_a_flattened_state_is_refused_with_what_to_do() -> None:
     model = models.plain_model(SHAPES)
     optimizer = muon(model)
@@ -104,18 +89,6 @@ def test_a_flattened_state_is_refused_with_what_to_do() -> None:
 
 
 # ---------------------------------------------------------------- groups
-
-
-def test_no_gradient_and_zero_gradients_change_nothing() -> None:
-    model = models.plain_model(SHAPES)
-    optimizer = muon(model, weight_decay=0.0)
-    before = weights(model)
-    for param in model.parameters():
-        param.grad = torch.zeros_like(param)
-    optimizer.step()
-    optimizer.zero_grad()
-    optimizer.step()
-    assert all(torch.equal(before[name], value) for name, value in weights(model).items())
 
 
 def test_strides_of_parameters_change_no_bit() -> None:
