@@ -194,13 +194,9 @@ def test_how_bfloat16_is_written_may_change_where_settings_may(was: str, becomes
     model, optimizer = make_amo(torch.bfloat16, bfloat16_params=was)
     train(model, optimizer, 1, 5)
     state = copy.deepcopy(optimizer.state_dict())
-    rules = {
-        "error": f"bfloat16_params: the checkpoint has '{was}', this run has '{becomes}'",
-        "keep_checkpoint": f"control.config.bfloat16_params: found '{was}', expected '{becomes}'",
-    }
-    for rule, message in rules.items():
+    for rule in ("error", "keep_checkpoint"):
         _, other = make_amo(torch.bfloat16, bfloat16_params=becomes, on_config_change=rule)
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=f"bfloat16_params: the checkpoint has '{was}', this"):
             other.load_state_dict(state)
     resumed, other = make_amo(torch.bfloat16, bfloat16_params=becomes, on_config_change="replan")
     resumed.load_state_dict(model.state_dict())
