@@ -109,6 +109,7 @@ def train(config: Any) -> str:
     import torch
     from torchtitan.observability import structured_logger
 
+    from torchtitan_ext.plugin.metrics import progress
     from torchtitan_ext.plugin.trainer import Trainer
 
     if not sys.stdout.isatty():  # a log file would hold the codes of colours
@@ -118,7 +119,12 @@ def train(config: Any) -> str:
     trainer, outcome = None, "done"
     try:
         if config.checkpoint.create_seed_checkpoint:
-            _require_one_rank(config)
+            ranks, is_on = os.environ["WORLD_SIZE"], config.checkpoint.enable
+            if ranks != "1" or not is_on:
+                raise ValueError(
+                    f"checkpoint.create_seed_checkpoint: found {ranks} ranks and checkpoint.enable "
+                    f"= {str(is_on).lower()}, expected one rank and true"
+                )
             trainer = Trainer(config)
             trainer.checkpointer.save(curr_step=0, last_step=True)
         elif config.comm.mode != "local_tensor":  # whose models are never initialized
@@ -126,37 +132,18 @@ def train(config: Any) -> str:
             trainer.train()
             if trainer.stop_signal.has_stopped:
                 outcome = "stopped" if trainer.checkpointer.saves else "unsaved"
-            _report_if_complete(trainer)
+            if not trainer.has_trained and outcome == "done" and os.environ["RANK"] == "0":
+                progress.info(
+                    "the run in %s is complete (its checkpoint is of step %d of %d): nothing was "
+                    "trained; a larger training.steps goes on",
+                    *(config.dump_folder, trainer.step, config.training.steps),
+                )
     finally:
         if trainer is not None:
             trainer.close()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     return outcome
-
-
-def _report_if_complete(trainer: Any) -> None:
-    """Log that the checkpoint is of the last step: such a run ends without any other line."""
-    from torchtitan_ext.plugin.metrics import progress
-
-    steps = trainer.config.training.steps
-    if not trainer.has_trained and trainer.step >= steps and os.environ["RANK"] == "0":
-        progress.info(
-            "the run in %s is complete (its checkpoint is of step %d of %d): nothing was trained; "
-            "a larger training.steps goes on",
-            trainer.config.dump_folder,
-            trainer.step,
-            steps,
-        )
-
-
-def _require_one_rank(config: Any) -> None:
-    world_size = int(os.environ["WORLD_SIZE"])
-    if world_size != 1 or not config.checkpoint.enable:
-        raise ValueError(
-            f"checkpoint.create_seed_checkpoint: found {world_size} ranks and checkpoint.enable = "
-            f"{str(config.checkpoint.enable).lower()}, expected one rank and true"
-        )
 
 
 def is_users_mistake(error: ValueError) -> bool:

@@ -21,7 +21,9 @@ CONFIGS = ROOT / "configs"
 BIG = sorted(
     path for path in CONFIGS.glob("*.toml") if path.stem.startswith(("qwen3_", "llama3.1_", "cpt_"))
 )
-SMALL = sorted(CONFIGS / f"{name}.toml" for name in ("quickstart", "debug_llama3", "debug_qwen3"))
+SMALL = sorted(
+    CONFIGS / f"{name}.toml" for name in ("quickstart", "debug_llama3", "debug_qwen3", "smoke_h100")
+)
 
 # One process takes the step of one config after the other: the imports cost more than the step.
 PROGRAM = """
@@ -138,3 +140,30 @@ def test_one_step_of_the_small_configs(tmp_path: Path) -> None:
 def test_every_config_is_tried() -> None:
     tried = {path.stem for path in (*BIG, *SMALL)}
     assert {path.stem for path in CONFIGS.glob("*.toml")} == tried
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("option", "status", "error"),
+    [
+        ("--training.steps=20", 0, ""),
+        # No check of fields alone knows the heads of the model.
+        ("--parallelism.tensor_parallel_degree=8", 1, "tensor_parallel_degree (8) must divide"),
+    ],
+)
+def test_the_preflight_trains_two_steps_as_one_of_many_ranks(
+    option: str, status: int, error: str
+) -> None:
+    words = ["preflight", str(CONFIGS / "debug_llama3.toml"), "--world", "8", "--dry-run", option]
+    done = subprocess.run(
+        [sys.executable, "-m", "torchtitan_ext", *words, "--json"],
+        env={**os.environ, "AMO_DEVICE": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == status, done.stderr
+    report = json.loads(done.stdout)
+    assert [line for line in report["errors"] if error not in line] == []
+    assert (report["dry run"] is None) == bool(status)
+    assert status or 3 < report["dry run"]["loss"] < 8  # about log(320) = 5.8 at the start

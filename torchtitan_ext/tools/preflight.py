@@ -148,26 +148,20 @@ def _timeline(config: Any) -> list[tuple[int, str]]:
 
 def _parameters(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """A row for the same parameter of all blocks."""
-    rows: dict[str, dict[str, Any]] = {}
-    total: dict[str, Any] = {
-        "name": "all",
-        "shape": "",
-        "operator type": "",
-        "count": 0,
-        "elements": 0,
-    }
+    sizes: dict[tuple[str, ...], list[int]] = {}
     for group in groups:
         for name, parameter in group["params"]:
             views = group.get("matrix_views", {}).get(name, ())
             types = ", ".join(sorted({view.operator_type for view in views})) or "AdamW"
             shape = " x ".join(map(str, parameter.shape))
-            pattern = re.sub(r"\.\d+\.", ".*.", name)
-            row = {"name": pattern, "shape": shape, "operator type": types}
-            row = rows.setdefault(str(row), {**row, "count": 0, "elements": 0})
-            for counted in (row, total):
-                counted["count"] += 1
-                counted["elements"] += parameter.numel()
-    return [*rows.values(), total]
+            row = re.sub(r"\.\d+\.", ".*.", name), shape, types
+            sizes.setdefault(row, []).append(parameter.numel())
+    everything = [size for rows in sizes.values() for size in rows]
+    fields = ("name", "shape", "operator type", "count", "elements")
+    return [
+        dict(zip(fields, (*row, len(counts), sum(counts)), strict=True))
+        for row, counts in {**sizes, ("all", "", ""): everything}.items()
+    ]
 
 
 def _steps(config: Any, registry: Sequence[MatrixInfo]) -> list[tuple[str, int, int]]:
