@@ -74,7 +74,8 @@ def test_no_rank_outlives_the_command(tmp_path: Path, number: signal.Signals) ->
     process = start_until_step(2, tmp_path / "run", "--training.steps", "4000")
     rank = first_rank(tmp_path / "run")
     if number == signal.SIGINT:
-        refused = train(tmp_path / "run", "--training.steps", "4000")
+        words = ("--training.steps", "4000", "--checkpoint.stop_seconds", "2")
+        refused = train(tmp_path / "run", *words)
         assert refused.returncode == 2
         assert "is being written by process" in refused.stderr
     process.send_signal(number)
@@ -87,7 +88,7 @@ def test_no_rank_outlives_the_command(tmp_path: Path, number: signal.Signals) ->
 
 
 def first_rank(folder: Path) -> int:
-    return int((folder / "lock").read_text().split()[0])
+    return int((folder / "lock.holder").read_text().split()[1])
 
 
 def start_until_step(step: int, folder: Path, *options: str) -> subprocess.Popen[bytes]:

@@ -127,7 +127,7 @@ def test_a_run_of_two_nodes_outlives_a_dead_rank_and_a_stop(tmp_path: Path) -> N
     with nodes(broken, *options) as run:
         # The metadata is written last.
         wait_for(broken / f"checkpoint/step-{INTERVAL}/.metadata", run)
-        os.kill(int((broken / "lock").read_text().split()[0]), signal.SIGKILL)
+        os.kill(int((broken / "lock.holder").read_text().split()[1]), signal.SIGKILL)
         wait_for(broken / f"checkpoint/step-{2 * INTERVAL}/.metadata", run)
         for agent in run.agents:
             agent.send_signal(signal.SIGTERM)
