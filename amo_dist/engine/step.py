@@ -104,7 +104,7 @@ class Measurement:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Orders:
-    """The controller's orders for one step.
+    """Orders of the optimizer for one step.
 
     Attributes:
         step: Optimizer step, counted from 1.
@@ -151,7 +151,7 @@ class Step:
 class Engine:
     """Runs steps; made once per optimizer, and anew when a checkpoint is loaded.
 
-    The controller gives it a schedule for each matrix, and names the matrices to measure.
+    The optimizer gives it a schedule for each matrix, and the matrices to measure.
 
     Args:
         parameters: Parameters of this process.
@@ -248,7 +248,7 @@ class Engine:
         """Vote on the coming step and on its gradients; a collective over the world.
 
         Args:
-            orders: Orders of the controller.
+            orders: Orders of the coming step.
             fault: Fault of this rank alone, which all ranks raise.
 
         Raises:
