@@ -78,19 +78,6 @@ def max_over(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return values
 
 
-def broadcast_text(text: str, group: dist.ProcessGroup | None, source: int = 0) -> str:
-    """The text of the rank ``source`` of the group; it travels as a tensor and not as a pickle."""
-    if group is None:
-        return text
-    device, is_source = control_device(group), dist.get_rank(group) == source
-    payload = list(text.encode()) if is_source else []
-    size = torch.tensor([len(payload)], device=device)
-    dist.broadcast(size, group=group, group_src=source)
-    buffer = torch.tensor(payload or [0] * int(size.item()), dtype=torch.uint8, device=device)
-    dist.broadcast(buffer, group=group, group_src=source)
-    return bytes(buffer.tolist()).decode()
-
-
 def gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     """JSON values of all ranks of the group, in rank order; equal ones are one object.
 
@@ -108,8 +95,19 @@ def gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     values = {digests[dist.get_rank(group)]: json.loads(text)}
     distinct = list(dict.fromkeys(digests))
     for other in distinct if len(distinct) > 1 else ():
-        values[other] = json.loads(broadcast_text(text, group, digests.index(other)))
+        values[other] = json.loads(_broadcast(text, group, digests.index(other)))
     return [values[other] for other in digests]
+
+
+def _broadcast(text: str, group: dist.ProcessGroup, source: int) -> str:
+    """The text of the rank ``source`` of the group; it travels as a tensor and not as a pickle."""
+    device, is_source = control_device(group), dist.get_rank(group) == source
+    payload = list(text.encode()) if is_source else []
+    size = torch.tensor([len(payload)], device=device)
+    dist.broadcast(size, group=group, group_src=source)
+    buffer = torch.tensor(payload or [0] * int(size.item()), dtype=torch.uint8, device=device)
+    dist.broadcast(buffer, group=group, group_src=source)
+    return bytes(buffer.tolist()).decode()
 
 
 # ---------------------------------------------------------------- comparisons

@@ -47,7 +47,12 @@ from amo_dist.distributed.bucket import BUCKETS_IN_FLIGHT, Bucket, Place, make_b
 from amo_dist.distributed.layout import Region, flattened, zeros_per_view
 from amo_dist.distributed.ownership import assign
 from amo_dist.distributed.plan import ExchangePlan, plan_exchange
-from amo_dist.distributed.ranks import GroupLike, Membership, check_alike_by_ranks
+from amo_dist.distributed.ranks import (
+    GroupLike,
+    Membership,
+    check_alike_by_ranks,
+    failure_text,
+)
 from amo_dist.engine.adamw import adamw_step, make_state
 from amo_dist.engine.ballot import Ballots, Verdict
 from amo_dist.engine.hyperparameters import describe_group, momentum_of
@@ -562,17 +567,18 @@ class Engine:
         self._bucket_lists, self._sent, self._owner_epoch = [], [], None
         matrices = self.parameters.matrices
         plans = self._exchange_plans(range(len(matrices)), orders.schedules, self.wire)
-        check_alike_by_ranks(
-            "exchange plan", {ranks: plan.digest for ranks, plan, _ in plans}, self._world.group
-        )
+        texts = {ranks: plan.digest for ranks, plan, _ in plans}
         plans = [one for one in plans if one[1].buckets or one[1].local]
         bucket_lists: list[list[Bucket]] = []
         try:
             for _, plan, group in plans:
                 bucket_lists.append(self._make_buckets(plan, group, self.wire))
         except Exception as error:
-            self._ballots.report_failure(f"step {orders.step}: allocating buffers", error)
-        self._ballots.vote_on_text(f"the exchange plan of step {orders.step}")
+            if self._world.group is None:
+                raise
+            text = failure_text(f"step {orders.step}: allocating buffers", error)
+            texts = dict.fromkeys(texts, text)
+        check_alike_by_ranks("exchange plan", texts, self._world.group)
         self._bucket_lists, self._owner_epoch = bucket_lists, orders.owner_epoch
         self._sent = [plan.num_sent() for _, plan, _ in plans]
 
