@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.integration.titan_ranks import ROOT, Job, Run, Server, assert_same_end
-from torchtitan_ext import environment
+from tests.integration.titan_ranks import Job, Run, Server, assert_same_end
 
 NUM_STEPS = 10
-QUICKSTART = str(ROOT / "configs" / "quickstart.toml")
 OPTIONS = (
     *("--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.keep_latest_k=0"),
     "--checkpoint.no-last_save_model_only",
@@ -129,46 +123,6 @@ def test_a_stalled_rank_ends_the_others_within_the_timeout(
     assert "training resumes at step 5" in output
     assert "Timed out" in output
     assert "5000ms" in output
-
-
-@pytest.mark.slow
-def test_torchrun_restarts_the_quickstart_to_the_same_end(titan: Server, tmp_path: Path) -> None:
-    """A rank is killed twice: before the plan is made at step 4, and after it is locked at 8."""
-    job = Job(2, str(tmp_path / "run"), (*OPTIONS, "--metrics.log_freq=1"), config=QUICKSTART)
-    Path(job.folder).mkdir()
-    kills = [(1, 3, "SIGKILL"), (1, 9, "SIGKILL"), None]
-    jobs = [dataclasses.asdict(dataclasses.replace(job, die_at=kill)) for kill in kills]
-    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", "2", "--max-restarts", "2"),
-            *("-m", "tests.integration.titan_ranks", str(tmp_path / "jobs.json")),
-        ],
-        env={
-            **os.environ,
-            **environment.variables(2),
-            "OMP_NUM_THREADS": "1",
-            "AMO_DEVICE": "cpu",
-            "PYTHONPATH": str(ROOT),
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    starts = [line for line in done.stdout.splitlines() if line.startswith("training ")]
-    assert starts == [
-        f"training starts anew at step 1 of {NUM_STEPS}",
-        f"training resumes at step 3 of {NUM_STEPS}",
-        f"training resumes at step 9 of {NUM_STEPS}",
-    ]
-    undisturbed = titan.run(dataclasses.replace(job, folder=str(tmp_path / "undisturbed")))
-    phases = {record["step"]: record["phase"] for record in undisturbed.records()}
-    assert [phases[step] for step in (3, 9)] == ["observation", "locked"]
-    found = Run(Path(job.folder), 2)
-    assert found.losses()[NUM_STEPS] == undisturbed.losses()[NUM_STEPS]  # to the last bit
-    assert_same_end(found, undisturbed, NUM_STEPS)
 
 
 @pytest.mark.slow

@@ -422,17 +422,5 @@ def _fill_disk(step: int) -> None:
     writer.write_data = write
 
 
-def serve_torchrun(path: str) -> int:
-    """One rank under torchrun: reads one job for each restart from a file."""
-    from torchtitan_ext.plugin import patches
-
-    patches.install()
-    jobs = json.loads(Path(path).read_text())
-    job = Job(**jobs[int(os.environ["TORCHELASTIC_RESTART_COUNT"])])
-    return _train(job, int(os.environ["RANK"]))
-
-
 if __name__ == "__main__":
-    if sys.argv[1:]:
-        sys.exit(serve_torchrun(sys.argv[1]))
     serve()
