@@ -29,6 +29,7 @@ EXAMPLES = {
     "huggingface.py": "docs/loops.md",
     "everything.py": "docs/loops.md",
     "metrics.py": "docs/loops.md",
+    "three_optimizers.py": "docs/from-adamw.md",
     "rates.py": "docs/optimizers.md",
     "train.py": "docs/checkpoints.md",
     "take_over.py": "docs/checkpoints.md",
@@ -96,11 +97,18 @@ def test_an_optimizer_of_ones_own_on_two_ranks(tmp_path: Path) -> None:
     assert max(losses) < 0.5
 
 
-@pytest.mark.parametrize("name", ["fsdp2.py", pytest.param("ddp.py", marks=pytest.mark.slow)])
-def test_on_two_ranks(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "steps"), [("fsdp2.py", "20"), pytest.param("ddp.py", "12", marks=pytest.mark.slow)]
+)
+def test_on_two_ranks(name: str, steps: str, tmp_path: Path) -> None:
     # Both ranks print, word by word, and may do so into one line.
     printed = run_example(name, tmp_path)
-    assert printed.count("12") == printed.count("locked") == 2, printed
+    assert printed.count(steps) == printed.count("locked") == 2, printed
+
+
+@pytest.mark.slow
+def test_three_optimizers_side_by_side(tmp_path: Path) -> None:
+    assert run_example("three_optimizers.py", tmp_path).split() == ["3"]
 
 
 @pytest.mark.slow
@@ -115,7 +123,7 @@ def test_a_state_is_taken_over_in_the_middle_of_a_run(tmp_path: Path) -> None:
 
 
 def test_one_process(tmp_path: Path) -> None:
-    assert run_example("single.py", tmp_path) == "12 locked\n"
+    assert run_example("single.py", tmp_path) == "20 locked\n"
 
 
 @pytest.mark.slow

@@ -21,16 +21,19 @@ MODEL, OPTIMIZER = "model.safetensors", "optimizer.pt"
 
 # What of the last checkpoint is compared, and the packages that the recipe needs.
 SAVED: dict[str, tuple[str, ...]] = {
-    "plain.py": ("saved.pt",),
-    "ddp.py": ("saved.pt",),
-    "accelerate_ddp.py": (f"saved/{MODEL}", "saved/optimizer.bin"),
-    "accelerate_fsdp2.py": ("saved/pytorch_model_fsdp_0", "saved/optimizer_0"),
+    "plain.py": ("plain.pt",),
+    "ddp.py": ("ddp.pt",),
+    "accelerate_ddp.py": (f"accelerate_ddp_saved/{MODEL}", "accelerate_ddp_saved/optimizer.bin"),
+    "accelerate_fsdp2.py": (
+        "accelerate_fsdp2_saved/pytorch_model_fsdp_0",
+        "accelerate_fsdp2_saved/optimizer_0",
+    ),
     "trainer.py": (MODEL, OPTIMIZER, "scheduler.pt"),
     "peft_lora.py": ("adapter_model.safetensors", OPTIMIZER, "scheduler.pt"),
-    "lightning_ddp.py": ("saved/last.ckpt",),
-    "lightning_fsdp2.py": ("saved/last.ckpt",),
-    "fabric_ddp.py": ("saved",),
-    "fabric_fsdp2.py": ("saved",),
+    "lightning_ddp.py": ("lightning_ddp_saved/last.ckpt",),
+    "lightning_fsdp2.py": ("lightning_fsdp2_saved/last.ckpt",),
+    "fabric_ddp.py": ("fabric_ddp_saved",),
+    "fabric_fsdp2.py": ("fabric_fsdp2_saved",),
 }
 NEEDS = ("accelerate", "lightning", "peft", "transformers")
 """The extra ``recipes``; plain loops need the last alone."""
@@ -104,7 +107,8 @@ def check(name: str, command: list[str], interrupted: Path, whole: Path) -> None
     resumed = train(command, interrupted, 2)
     assert losses(resumed) == expected[half:]
     assert phases(resumed)[-1] == (str(STEPS), "locked")
-    kept = Path("saved", f"checkpoint-{STEPS}") if name in TRAINERS else Path()
+    folder = f"{name.removesuffix('.py')}_saved"
+    kept = Path(folder, f"checkpoint-{STEPS}") if name in TRAINERS else Path()
     for path in SAVED[name]:
         states = [saved(each / kept / path, each / "whole.pt") for each in (interrupted, whole)]
         assert_same(*states, where=path)
