@@ -20,6 +20,7 @@ from amo_dist import AMO, AMOConfig, param_groups
 from amo_dist.distributed.layout import mesh_layout
 from amo_dist.engine import step as engine_step
 from amo_dist.operators.views import Fused
+from amo_dist.schedule.plan import Plan
 from tests.distributed import models
 from tests.distributed.harness import Ranks
 from tests.layouts import cut_view, local_tensor
@@ -186,9 +187,9 @@ def check(results: list[Outcome], shapes: Shapes, fields: dict[str, Any] = FIELD
                 assert torch.equal(matrix, twin.params[key]), key
                 seen.add(key)
     assert seen == set(twin.params)
-    plan = results[0].control["source"]["plan"]
-    assert plan["allocation"] == [twin.allocation[kind] for kind in twin.order]
-    assert plan["ell_target"] == [twin.targets[kind].hex() for kind in twin.order]
+    plan = Plan.from_dict(results[0].control["source"]["plan"])
+    assert plan.allocation == tuple(twin.allocation[kind] for kind in twin.order)
+    assert plan.ell_target == tuple(twin.targets[kind] for kind in twin.order)
     assert len(set(twin.allocation.values())) > 1  # else a uniform plan would pass
 
 
