@@ -4,8 +4,8 @@
 # exit status is not 0 if a check failed. The ranks get the environment variables of training.
 #
 #   launch/doctor.sh                                         # all GPUs of this node, or its CPUs
-#   GPUS=2 launch/doctor.sh --json doctor.json
-#   salloc --nodes=2 --gpus-per-node=8 launch/doctor.sh --json doctor.json
+#   GPUS=2 launch/doctor.sh
+#   salloc --nodes=2 --gpus-per-node=8 launch/doctor.sh
 #   sbatch --nodes=2 --gpus-per-node=8 --wrap launch/doctor.sh
 #
 # GPUS   ranks per node (default: its GPUs, or its CPUs if it has no GPU)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -16,6 +18,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from amo_dist.config import AMOConfig
+from amo_dist.distributed.layout import local_tensor
 from amo_dist.doctor.site import Site
 from amo_dist.operators.groups import param_groups
 from amo_dist.optimizers.amo import AMO
@@ -35,7 +38,8 @@ class Run:
 
     def __init__(self, site: Site, layout: str, config: AMOConfig) -> None:
         self.model = make_model(site, layout)
-        self._start = self.parts()
+        params = self.model.named_parameters()
+        self._start = {name: local_tensor(param).clone() for name, param in params}
         group = dist.group.WORLD if layout == "replicate" else None
         groups = param_groups(self.model)
         self.optimizer = AMO(groups, lr=3e-3, config=config, process_group=group)
@@ -51,11 +55,7 @@ class Run:
         for name, param in self.model.named_parameters():
             param.grad = param.detach().clone()
             # Products and fractional parts have the same bits wherever an entry lies.
-            local(param.grad).copy_(((1000 + 37 * step) * self._start[name]).frac() - 0.5)
-
-    def parts(self) -> dict[str, Tensor]:
-        """Copy this rank's parts of all parameters."""
-        return {name: local(param).clone() for name, param in self.model.named_parameters()}
+            local_tensor(param.grad).copy_(((1000 + 37 * step) * self._start[name]).frac() - 0.5)
 
     def whole(self) -> dict[str, Tensor]:
         """Gather all parameters."""
@@ -66,20 +66,11 @@ class Run:
         }
 
 
-def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a parameter or gradient, detached."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _decoder() -> nn.Module:
     """Make two blocks with tied embeddings under torchtitan's names, alike on every rank."""
 
     def module(**children: nn.Module) -> nn.Module:
-        parent = nn.Module()
-        for name, child in children.items():
-            parent.add_module(name, child)
-        return parent
+        return nn.Sequential(OrderedDict(children))
 
     def linear(columns: int, rows: int) -> nn.Module:
         return nn.Linear(columns, rows, bias=False, device="cpu")

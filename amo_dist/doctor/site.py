@@ -90,7 +90,10 @@ def join(seconds: float) -> Site:
     Raises:
         Fault: A rank is missing, or has another type of device than rank 0.
     """
-    device = _take_device()
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
     rank, world_size, store = 0, int(os.environ.get("WORLD_SIZE", 1)), None
     if world_size > 1:
         try:
@@ -106,15 +109,6 @@ def join(seconds: float) -> Site:
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     # A thread that waits in a store blocks the other users of the same object; hence the clone.
     return dataclasses.replace(site, store=store.clone())
-
-
-def _take_device() -> torch.device:
-    """Take the device of this rank."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-    torch.cuda.set_device(device)
-    return device
 
 
 def call_roll(site: Site) -> Site:
