@@ -119,4 +119,4 @@ def test_a_run_log_of_100_megabytes_is_read(tmp_path: Path) -> None:
         for step in range(1, 170_000):
             print(json.dumps({"step": step, **record}), file=file)
     assert (tmp_path / "metrics.jsonl").stat().st_size > 10**8
-    assert main(["report", str(tmp_path)]) == 0
+    assert main(["report", str(tmp_path), "-o", str(tmp_path / "report.html")]) == 0
