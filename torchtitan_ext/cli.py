@@ -22,6 +22,7 @@ from torchtitan_ext.tools.command import run_command
 EXTRAS = {
     **dict.fromkeys(("torchtitan", "torchdata", "tyro", "numpy", "tiktoken"), "titan"),
     **dict.fromkeys(("datatrove", "orjson"), "data"),
+    "transformers": "eval",
 }
 """Extra with which a package comes; commands that plan or report do without."""
 

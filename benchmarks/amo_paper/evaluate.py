@@ -30,7 +30,6 @@ _METRICS = ("acc", "exact_match")
 
 _OPTIONS: Mapping[str, tuple[Callable[[str], Any], Any, str]] = {
     "tasks": (str, None, "the harness's names of tasks, separated by commas"),
-    "config": (str, None, "TOML of the run (default: what its folder says)"),
     "include_path": (str, None, "folder with tasks of your own"),
     "limit": (int, None, "only so many questions of each task, to try out"),
     "batch_size": (str, "auto", "a number or 'auto' (default auto)"),
@@ -66,7 +65,7 @@ def evaluate(checkpoint: Path, model: str, optimizer: str, **options: Any) -> di
     names, batch_size = task_names(asked.tasks), _batch_size(asked.batch_size)
     manager = _task_manager(harness, names, asked.include_path)
     device = asked.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    with _hf_model(checkpoint, asked.config, asked.hf_folder) as folder, _readable(names):
+    with _hf_model(checkpoint, asked.hf_folder) as folder, _readable(names):
         found = harness.simple_evaluate(
             model="hf",
             model_args={
@@ -172,14 +171,14 @@ def _line(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _hf_model(checkpoint: Path, config: str | None, kept: Path | None) -> Iterator[Path]:
+def _hf_model(checkpoint: Path, kept: Path | None) -> Iterator[Path]:
     """A folder with the checkpoint as a Hugging Face model, deleted where none is to be kept."""
     if (checkpoint / "config.json").is_file():
         yield checkpoint
         return
     with tempfile.TemporaryDirectory(prefix="amo-hf-") as scratch:
         folder = kept or Path(scratch)
-        export.export(checkpoint, folder, export.find_source(checkpoint, config))
+        export.export(checkpoint, folder, export.find_source(checkpoint))
         yield folder
 
 
@@ -248,7 +247,7 @@ def run(args: argparse.Namespace) -> int:
         args.checkpoint = find_checkpoint(args.checkpoint)
     model, optimizer = args.model, args.optimizer
     if model is None or optimizer is None:
-        source = export.find_source(args.checkpoint, args.config)
+        source = export.find_source(args.checkpoint)
         model, optimizer = model or source.model.flavor, optimizer or source.optimizer
     options = {name: getattr(args, name) for name in _OPTIONS}
     record = evaluate(args.checkpoint, model, optimizer, **options)

@@ -53,12 +53,10 @@ def test_a_folder_without_a_checkpoint_is_told(
 
 
 def test_the_model_of_a_run_reaches_the_export(tmp_path: Path) -> None:
-    file = tmp_path / "c.toml"
-    file.write_text("[model]\nname = 'qwen3'\nflavor = 'tiny'\n")
-    source = export.find_source(tmp_path, str(file))
-    assert (source.model.name, source.model.flavor) == ("qwen3", "tiny")
-    save_config(tmp_path, {**settings.parse([f"--job.config_file={file}"]).to_dict()})
-    assert export.find_source(tmp_path / "checkpoint" / "step-1") == source
+    config = settings.parse(["--model.name=qwen3", "--model.flavor=tiny", "--tokenizer.kind=byte"])
+    save_config(tmp_path, {**config.to_dict()})
+    source = export.find_source(tmp_path / "checkpoint" / "step-1")
+    assert source == export.Source(config.model, config.tokenizer, config.hf_assets_path, "AdamW")
 
 
 SOURCE = export.Source(

@@ -17,8 +17,8 @@ from typing import Any
 
 from torchtitan_ext.runs.run_files import RUN_FILE, find_checkpoint, read_config
 
-TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json")
-"""Files that are copied from the folder of the tokenizer, with ``merges.txt``."""
+TOKENIZER_FILES = ("*token*", "vocab.json", "merges.txt")
+"""Files that are copied from the folder of the tokenizer."""
 
 CHECKPOINT_HELP = "<dump folder>/checkpoint/step-<n>, or the dump folder: its newest complete one"
 
@@ -37,27 +37,23 @@ class Source:
     """``optimizer.name`` of the run."""
 
 
-def find_source(checkpoint: Path, config: str | None = None) -> Source:
-    """Read a checkpoint's config.
+def find_source(checkpoint: Path) -> Source:
+    """Read the config that a run left in its dump folder.
 
     Args:
         checkpoint: ``<dump folder>/checkpoint/step-<n>``.
-        config: The run's TOML file; by default the config that the run left in its dump folder.
 
     Raises:
         ValueError: The config is missing or cannot be read.
     """
-    from torchtitan_ext.config import settings, values
+    from torchtitan_ext.config import values
     from torchtitan_ext.data.tokenizers import Tokenizer
     from torchtitan_ext.plugin.models import Model
 
-    if config is not None:
-        read = settings.resolve(config, [])
-        return Source(read.model, read.tokenizer, read.hf_assets_path, read.optimizer.name)
     path = checkpoint.parent.parent / RUN_FILE
     sections = read_config(path.parent)
     if sections is None:
-        raise ValueError(f"--config: found none and no {path}, expected the config of the run")
+        raise ValueError(f"checkpoint: found no {path}, expected the config of the run")
     try:
         return Source(
             values.overlay(Model(), sections["model"], "model."),
@@ -80,8 +76,8 @@ def export(checkpoint: Path, output: Path, source: Source, dtype: str = "float32
 
     Raises:
         ValueError: The model is unknown or not dense, the checkpoint lacks weights, is damaged or
-            none, the tokenizer is missing, ``output`` holds other files than those of an export, or
-            ``transformers`` is not installed.
+            none, the tokenizer is missing, or ``output`` holds other files than those of an export.
+        ModuleNotFoundError: ``transformers`` is not installed.
     """
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict_saver import save
@@ -97,28 +93,16 @@ def export(checkpoint: Path, output: Path, source: Source, dtype: str = "float32
         output.mkdir(parents=True, exist_ok=True)
         (output / "config.json").unlink(missing_ok=True)  # it says that the folder holds a model
         save(weights, storage_writer=HuggingFaceStorageWriter(str(output)))
-    if section.kind == "byte":
-        byte_tokenizer().save_pretrained(output)
-    elif section.kind == "hf":
+    if section.kind == "hf":
         folder = Path(section.path or source.assets).expanduser()
         folder = folder.parent if folder.is_file() else folder
-        for pattern in (*TOKENIZER_FILES, "merges.txt"):
+        for pattern in TOKENIZER_FILES:
             for file in folder.glob(pattern):
                 shutil.copyfile(file, output / file.name)
     # Training put this token after each document; the files may name the end of a turn.
     config.eos_token_id = tokenizer.eos_id
     config.architectures = [type(config).__name__.replace("Config", "ForCausalLM")]
     config.save_pretrained(output)
-
-
-def _transformers() -> Any:
-    try:
-        return importlib.import_module("transformers")
-    except ImportError:
-        raise ValueError(
-            "transformers is not installed, expected it for exports and evaluations; "
-            "pip install 'amo-dist[eval]'"
-        ) from None
 
 
 def _load(checkpoint: Path, source: Source, dtype: str) -> tuple[Any, dict[str, Any]]:
@@ -152,7 +136,7 @@ def hf_config(name: str, config: Any) -> Any:
         name: ``llama3`` or ``qwen3``.
         config: torchtitan's config of the model.
     """
-    transformers = _transformers()
+    transformers: Any = importlib.import_module("transformers")
     layer = config.layers[0]
     attention, rope = layer.attention, layer.attention.rope
     common: dict[str, Any] = {
@@ -185,33 +169,6 @@ def hf_config(name: str, config: Any) -> Any:
     )
 
 
-def byte_tokenizer() -> Any:
-    """The tokens of ``torchtitan_ext.data.tokenizers.ByteTokenizer``, for ``transformers``."""
-    tokenizers: Any = importlib.import_module("tokenizers")
-    from torchtitan_ext.data.tokenizers import BYTE_VOCAB_SIZE, EOS
-
-    # Each byte has one character in the alphabet of byte-level tokenizers: printable Latin-1 is
-    # itself, the other bytes are numbered from U+0100 on.
-    own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in own]
-    alphabet = {byte: chr(byte) for byte in own}
-    alphabet |= {byte: chr(0x100 + index) for index, byte in enumerate(others)}
-    model = tokenizers.models.BPE(vocab={c: byte for byte, c in alphabet.items()}, merges=[])
-    tokenizer = tokenizers.Tokenizer(model)
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
-        add_prefix_space=False, use_regex=False
-    )
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    tokenizer.add_special_tokens([EOS])
-    assert tokenizer.get_vocab_size() == BYTE_VOCAB_SIZE
-    return _transformers().PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=EOS,
-        clean_up_tokenization_spaces=False,
-        split_special_tokens=True,  # within a text, the end token's name is plain text
-    )
-
-
 def add_command(subparsers: Any) -> None:
     """Register ``export``."""
     parser = subparsers.add_parser(
@@ -221,9 +178,6 @@ def add_command(subparsers: Any) -> None:
     )
     parser.add_argument("checkpoint", type=Path, help=CHECKPOINT_HELP)
     parser.add_argument("-o", "--output", type=Path, required=True, help="folder to write")
-    parser.add_argument(
-        "--config", help="TOML file of the run (default: the config in its dump folder)"
-    )
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),
@@ -241,10 +195,9 @@ def run(args: argparse.Namespace) -> int:
     """
     print("loading PyTorch and torchtitan ...", file=sys.stderr, flush=True)
     checkpoint = find_checkpoint(args.checkpoint)
-    source = find_source(checkpoint, args.config)
+    source = find_source(checkpoint)
     export(checkpoint, args.output, source, args.dtype)
     print(f"{checkpoint} is written to {args.output}")
-    if source.tokenizer.kind == "tiktoken":
-        path = source.tokenizer.path or "tiktoken's own file"
-        print(f"without a tokenizer: it is tiktoken's, {source.tokenizer.encoding} of {path}")
+    if source.tokenizer.kind != "hf":
+        print(f"its tokenizer has no such format: tokenizer.kind = {source.tokenizer.kind!r}")
     return 0
