@@ -114,19 +114,6 @@ def test_a_toml_file_trains(tmp_path: Path, start: str) -> None:
     assert steps(tmp_path / "outputs" / "debug_llama3")[-1] == 20
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_the_preflight_predicts_a_run_on_a_machine_without_its_data(
-    tmp_path: Path, page: str
-) -> None:
-    (tmp_path / "configs").symlink_to(ROOT / "configs")
-    process = launch(printed("amo preflight configs/", page), tmp_path)
-    assert process.wait(timeout=200) == 0
-    lines = (tmp_path / "output.txt").read_text().splitlines()
-    assert lines[0] == "Qwen3-1.7B with AMO: configs/qwen3_1.7b.toml is in order"
-    assert lines[1].startswith("32 ranks on 4 nodes of 8")
-    assert any(line.startswith("note: on this machine: hf_assets_path: found no") for line in lines)
-
-
 def test_the_doctor_probes_this_machine(tmp_path: Path) -> None:
     (tmp_path / "launch").symlink_to(ROOT / "launch")
     (tmp_path / "outputs").mkdir()
@@ -159,10 +146,7 @@ def cluster_starts() -> dict[str, tuple[list[str], int]]:
 
 @pytest.mark.parametrize("command", cluster_starts())
 def test_the_config_of_a_start_on_a_cluster_is_in_order(
-    command: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     monkeypatch.chdir(tmp_path)
@@ -170,7 +154,6 @@ def test_the_config_of_a_start_on_a_cluster_is_in_order(
     args, overrides = build_parser().parse_known_args(["train", *arguments])
     world = str(8 * (args.nodes or nodes))
     assert main(["preflight", args.config, "--world", world, *overrides]) == 0
-    assert "is in order" in capsys.readouterr().out
 
 
 def test_one_option_turns_amo_on_in_a_large_config() -> None:

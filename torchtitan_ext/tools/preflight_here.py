@@ -1,19 +1,15 @@
-"""Checks of a config, and of the machine that starts it: tokenizer, data, disk."""
+"""Checks of a config, and of the machine that starts it: its tokenizer and data."""
 
 from __future__ import annotations
 
 import functools
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
 from torchtitan_ext.config import checks
 from torchtitan_ext.config.checks import collect
 from torchtitan_ext.data.loader import named_for, open_corpora
-from torchtitan_ext.plugin import machine
-from torchtitan_ext.runs.run_files import checkpoints
-from torchtitan_ext.tools.preflight_memory import check_memory, checkpoint_sizes, size
+from torchtitan_ext.tools.preflight_memory import check_memory
 
 
 def validate_config(
@@ -36,23 +32,6 @@ def validate_config(
     return config, problems
 
 
-def validate_for_machine(config: Any, ranks: int, nodes: int = 1) -> tuple[Any, list[str]]:
-    """Complete a config and check it for this node; what this machine lacks comes last.
-
-    Args:
-        config: Config as :func:`torchtitan_ext.config.settings.load` reads it.
-        ranks: Processes of a node.
-        nodes: Nodes of the run.
-
-    Returns:
-        The config, and a line for each mistake.
-    """
-    # A rank on CPU has its share of the machine's memory.
-    memory_gb = machine.gpu_memory_gb() or machine.memory_bytes() / ranks / 1e9
-    config, problems = validate_config(config, ranks * nodes, memory_gb)
-    return config, problems or missing_on_this_machine(config)
-
-
 def missing_on_this_machine(config: Any) -> list[str]:
     """Check what a config needs of this machine; a line for each lack.
 
@@ -66,8 +45,6 @@ def missing_on_this_machine(config: Any) -> list[str]:
         loaders.append(config.validator.dataloader)
     for loader in loaders:
         collect(problems, functools.partial(_data, loader, tokenizer))
-    collect(problems, lambda: _initial(config.checkpoint))
-    collect(problems, lambda: _disk(config))
     return problems
 
 
@@ -105,39 +82,3 @@ def _data(loader: Any, tokenizer: Any) -> None:
     with named_for(loader):
         if loader.dataset == "packed" and tokenizer is not None:
             open_corpora(loader, tokenizer)
-
-
-def _initial(section: Any) -> None:
-    path = section.initial_load_path
-    if path and "://" not in path and not Path(path).exists():
-        raise ValueError(
-            f"checkpoint.initial_load_path: found no checkpoint in {path} on this machine, "
-            "expected one"
-        )
-
-
-def _disk(config: Any) -> None:
-    """Check that the dump folder and that of checkpoints can be written, and hold what comes."""
-    folder = Path(config.dump_folder)
-    at = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    if not at.is_dir() or not os.access(at, os.W_OK):
-        raise ValueError(f"dump_folder: found {folder}, which cannot be written; expected a folder")
-    run = checkpoint_sizes(config)
-    if not run["checkpoints_saved"]:
-        return
-    saves = folder / config.checkpoint.folder
-    if saves.exists() and not (saves.is_dir() and os.access(saves, os.W_OK)):
-        raise ValueError(
-            f"checkpoint.folder: found {saves}, which cannot be written; expected a folder"
-        )
-    paths_saved = [path for saved in checkpoints(saves).values() for path in saved.rglob("*")]
-    held = sum(path.stat().st_size for path in paths_saved if path.is_file())
-    free = shutil.disk_usage(at).free + held  # what is purged, or stays and is counted below
-    kept, num_bytes = run["checkpoints_kept"], run["checkpoint_bytes"]
-    most = min(kept + 1, run["checkpoints_saved"])  # a new one before the oldest goes
-    if free < most * num_bytes:
-        raise ValueError(
-            f"checkpoint.keep_latest_k: found {config.checkpoint.keep_latest_k}, for which "
-            f"{most} checkpoints of {size(num_bytes)} lie in {folder}; expected at most the "
-            f"{size(free)} that it can take"
-        )

@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     print("loading PyTorch and torchtitan ...", file=sys.stderr, flush=True)
     from torchtitan_ext.config import settings
     from torchtitan_ext.plugin import machine
-    from torchtitan_ext.tools.preflight_here import validate_for_machine
+    from torchtitan_ext.tools.preflight_here import missing_on_this_machine, validate_config
 
     nodes = args.nodes or 1
     if nodes > 1 and not args.head:
@@ -100,7 +100,10 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--numa-binding: found {args.numa_binding!r}, which needs GPUs")
     config = settings.load(arguments)
     ranks = pick_ranks(args.ranks, args.nodes)
-    config, problems = validate_for_machine(config, ranks, nodes)
+    # A rank on CPU has its share of the machine's memory.
+    memory_gb = machine.gpu_memory_gb() or machine.memory_bytes() / ranks / 1e9
+    config, problems = validate_config(config, ranks * nodes, memory_gb)
+    problems = problems or missing_on_this_machine(config)
     if problems:
         for problem in dict.fromkeys(problems):
             print(f"error: {problem}", file=sys.stderr)
