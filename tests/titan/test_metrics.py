@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from torchtitan_ext.config import settings
-from torchtitan_ext.plugin import console, metrics, patches, validation
+from torchtitan_ext.plugin import metrics, patches, validation
 from torchtitan_ext.runs import run_files, run_log
 
 
@@ -68,8 +68,9 @@ def log(processor: Any, step: int, waits: float = 0.0) -> dict[str, Any]:
 
 def test_tokens_follow_from_the_step_wherever_a_run_resumes(processor: Any) -> None:
     written: list[dict[str, Any]] = []
-    processor.logger.add_logger(
-        SimpleNamespace(log=lambda values, _: written.append(values), close=lambda: None)
+    processor.logger.close()
+    processor.logger = SimpleNamespace(
+        log=lambda values, _: written.append(values), close=lambda: None
     )
     assert not processor.should_log(11)
     assert processor.should_log(12)
@@ -100,7 +101,7 @@ def test_phases_are_told_from_their_first_steps_on_whatever_is_logged_and_resume
     for latest in (12, 14, 16):
         processor.should_log(latest)
         if latest == 16:  # a new process goes on from a checkpoint of step 15
-            processor._file_logger.files.start(16)
+            processor.files.start(16)
         processor.now += 1.0
         told += log(processor, latest)["changes"]
     assert told == [
@@ -121,7 +122,7 @@ def test_validations_stand_beside_the_logged_steps(processor: Any, tmp_path: Pat
     found = run_files.read_metrics(tmp_path)
     assert [one["step"] for one in found.steps] == [12]
     assert found.validations == [(12, 1.5), (15, 1.25)]
-    processor._file_logger.files.start(14)  # a resume drops those of later steps
+    processor.files.start(14)  # a resume drops those of later steps
     assert run_files.read_metrics(tmp_path).validations == [(12, 1.5)]
 
 
@@ -155,35 +156,6 @@ def test_a_validation_between_two_logs_is_no_time_of_training(processor: Any) ->
     processor.now += 2.0
     assert processor.should_log(14)
     assert log(processor, 14)["seconds_per_step"] == 2.0
-
-
-def test_a_brief_console_shows_progress_and_the_file_has_torchtitans_figures(
-    processor: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    processor.has_quantization = False  # as on a GPU: this machine's peak flops are not known
-    processor.num_flops_per_token, processor.gpu_peak_flops = 2e12, 1e15
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    root.setLevel(logging.INFO)
-    console.brief(tmp_path)
-    try:
-        processor.should_log(12)
-        processor.now += 1.0
-        processor.ntokens_since_last_log = 400  # of this rank, whose context is two ranks'
-        record = log(processor, 12)
-        processor.now += 1.0
-        processor.log_validation(1.5, 12)
-    finally:
-        for handler in root.handlers:
-            handler.close()
-        root.handlers[:] = handlers
-        root.setLevel(level)
-        logging.captureWarnings(False)
-    _, step, validation = capsys.readouterr().out.splitlines()
-    assert step.startswith("step: 12  loss:  1.00000  grad_norm:  1.0000  ")
-    assert "after step 12: 1.5" in validation
-    assert (record["tflops"], record["mfu_percent"]) == (400.0, 40.0)
-    assert record["reserved_memory_gib"] > 0
 
 
 def test_waits_for_data_are_a_share_of_each_step_since_the_last_log(processor: Any) -> None:

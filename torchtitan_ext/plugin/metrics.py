@@ -29,37 +29,6 @@ progress = logging.getLogger("torchtitan_ext.progress")
 """Lines for the one who watches; see :mod:`torchtitan_ext.plugin.console`."""
 
 
-OF_DEVICE = {
-    "tflops": "tflops",
-    "mfu_percent": "mfu(%)",
-    "reserved_memory_gib": "memory/max_reserved(GiB)",
-}
-"""Fields of a record by torchtitan's names: each of one device, ``None`` where there is none."""
-
-
-class FileLogger(titan.BaseLogger):
-    """A logger of torchtitan's that writes ``metrics.jsonl``.
-
-    Args:
-        files: Files of the run.
-
-    Attributes:
-        record: What torchtitan's figures do not hold of the step that is logged next.
-    """
-
-    def __init__(self, files: RunFiles) -> None:
-        self.files = files
-        self.record: Mapping[str, Any] = {}
-
-    def log(self, metrics: dict[str, Any], step: int) -> None:
-        """Write the record of a logged step, or the loss of a validation."""
-        if "validation_metrics/loss" in metrics:
-            self.files.append_validation(step, metrics["validation_metrics/loss"])
-            return
-        of_device = {name: metrics.get(key) for name, key in OF_DEVICE.items()}
-        self.files.append({**self.record, **of_device})
-
-
 class MetricsProcessor(titan.MetricsProcessor):
     """torchtitan's processor, with the optimizer's figures and three files in the dump folder.
 
@@ -103,12 +72,17 @@ class MetricsProcessor(titan.MetricsProcessor):
             return processor
 
     _optimizers: Any = None
-    _file_logger: FileLogger | None = None
+    files: RunFiles | None = None
     """Only of the rank that logs."""
 
     def __init__(self, config: Config, **options: Any) -> None:
         require_local("dump_folder", options["dump_folder"])
         self.callbacks = Callbacks(config.callbacks)
+        layout = {name: options[name] for name in ("parallel_dims", "pp_schedule")}
+        if dist.get_rank() == titan._get_metrics_rank(**layout):
+            folder = Path(options["dump_folder"])
+            self.files = RunFiles(folder)
+            self._lock = lock(folder)
         super().__init__(config, **options)
         # torchtitan would compare any CPU with an A100; this leaves the share of peak flops out.
         self.has_quantization |= cpu_is_needed()
@@ -128,19 +102,6 @@ class MetricsProcessor(titan.MetricsProcessor):
         self._tokens_at_end = 0
         self._observe_seconds = 0.0
         self._plan: Any = None
-
-    def _build_metric_logger(self, **options: Any) -> titan.BaseLogger:
-        """Loggers of torchtitan, and the one that writes files."""
-        logger = super()._build_metric_logger(**options)
-        layout = {name: options[name] for name in ("parallel_dims", "pp_schedule")}
-        if dist.get_rank() != titan._get_metrics_rank(**layout):
-            return logger
-        files = RunFiles(Path(options["dump_folder"]))
-        self._lock = lock(Path(options["dump_folder"]))
-        self._file_logger = FileLogger(files)
-        loggers = logger if isinstance(logger, titan.LoggerContainer) else titan.LoggerContainer()
-        loggers.add_logger(self._file_logger)
-        return loggers
 
     @property
     def optimizers(self) -> Any:
@@ -163,12 +124,12 @@ class MetricsProcessor(titan.MetricsProcessor):
         if self._first_step is None:
             self._first_step, self._logged_step = step, step - 1
             self._plan = getattr(self._optimizer, "plan", None)
-            if self._file_logger is not None:
-                self._file_logger.files.start(step, self._config_dict)
+            if self.files is not None:
+                self.files.start(step, self._config_dict)
                 start = f"resumes at step {step}" if step > 1 else "starts anew at step 1"
                 progress.info("training %s of %d", start, self._num_steps)
                 if self._plan is not None:  # The optimizer itself announces new ones.
-                    self._file_logger.files.save_plan(self._plan.to_json())
+                    self.files.save_plan(self._plan.to_json())
                     progress.info("the plan of the checkpoint:\n%s", self._plan)
         self.callbacks.run("before_step", step)
         # The last step too: a run's final loss is what one looks for.
@@ -212,23 +173,20 @@ class MetricsProcessor(titan.MetricsProcessor):
             "observe_seconds": observe_seconds or None,
             "phase": report.phase,
             "num_steps_by_type": report.num_steps_by_type,
-            "changes": []
-            if self._file_logger is None
-            else run_log.changes(self._optimizer, self._file_logger.files.last, step),
             "optimizer": report.metrics,
-            **dict.fromkeys(OF_DEVICE),
         }
         extra_metrics["optimizer/seconds_per_step"] = optimizer_seconds
         extra_metrics["data/seconds_per_step"] = record["data_seconds_per_step"]
         figures = self.callbacks.figures(step, record)
         record |= figures
-        if self._file_logger is not None:
-            self._file_logger.record = record
+        if self.files is not None:
+            record["changes"] = run_log.changes(self._optimizer, self.files.last, step)
+            self.files.append(record)
             if report.plan is not None:
-                self._file_logger.files.save_plan(report.plan)
+                self.files.save_plan(report.plan)
         extra_metrics |= {**report.metrics, **figures}
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics)
-        if self._file_logger is not None:
+        if self.files is not None:
             progress.info(progress_line(record, self._num_steps))
         self._step_ended, self._tokens_at_end = self.time_last_log, 0
         self._logged_step = step
@@ -242,7 +200,8 @@ class MetricsProcessor(titan.MetricsProcessor):
         """
         seconds = self._step_ended - self.time_last_log
         super().log_validation(loss, step, extra_metrics)
-        if self._file_logger is not None:
+        if self.files is not None:
+            self.files.append_validation(step, loss)
             progress.info("validation loss after step %d: %.4f", step, loss)
         self.time_last_log -= seconds
         self.ntokens_since_last_log = self._tokens_at_end
@@ -250,7 +209,7 @@ class MetricsProcessor(titan.MetricsProcessor):
     def close(self) -> None:
         """Close loggers, and release the folder."""
         super().close()
-        if self._file_logger is not None:
+        if self.files is not None:
             self._lock.release()
 
     def _end_step(self, *_: object) -> None:
