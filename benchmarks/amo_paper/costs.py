@@ -3,31 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-Records = Sequence[Mapping[str, Any]]
-"""Records by step."""
+from torchtitan_ext.tools.report.data import Records
 
 OPTIMIZER_SECONDS = "optimizer_seconds_per_step"
 """Field of a record: seconds of the optimizer per step, observation and tracking included."""
 
 
-def series(records: Records, field: str) -> list[tuple[int, float]]:
-    """``(step, value)`` of the records that have a number for a field."""
-    return [(r["step"], r[field]) for r in records if r.get(field) is not None]
-
-
 def values(records: Records, field: str) -> list[float]:
     """The values of a field, of the records that have a number."""
-    return [value for _, value in series(records, field)]
-
-
-def median(numbers: Iterable[float]) -> float | None:
-    """The median; ``None`` without numbers."""
-    listed = list(numbers)
-    return statistics.median(listed) if listed else None
+    return [r[field] for r in records if r.get(field) is not None]
 
 
 def spans(records: Records) -> list[tuple[int, Mapping[str, Any]]]:

@@ -11,10 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtitan_ext.runs.costs import Records
 from torchtitan_ext.tools.report import data
 from torchtitan_ext.tools.report import figures as report
-from torchtitan_ext.tools.report.data import Run
+from torchtitan_ext.tools.report.data import Records, Run
 
 LAYERS = "cividis"
 """Colour map of depth; even in grey."""

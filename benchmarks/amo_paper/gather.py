@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from amo_dist.schedule.plan import PLAN_FILE, Plan
-from benchmarks.amo_paper import runner
+from benchmarks.amo_paper import costs, runner
 from benchmarks.amo_paper.catalog import Experiment, Row
 from benchmarks.amo_paper.resolve import ROOT, Job, Place, resolve
 from benchmarks.amo_paper.results import SHORT, Result, markdown, read_results, sort_tasks
-from torchtitan_ext.runs import costs
-from torchtitan_ext.runs.costs import Records
 from torchtitan_ext.runs.run_files import GEOMETRY_FILE, read_metrics
+from torchtitan_ext.tools.report.data import Records
 
 NOTHING = "-"
 """Cell of a number that is not there yet."""

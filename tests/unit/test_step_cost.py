@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +17,8 @@ from amo_dist.kernels import newton_schulz
 from amo_dist.schedule.allocate import ns_step_flops
 from amo_dist.schedule.polar_express import schedule_for
 from tests.memory import peak_bytes
-from tests.step_costs import step_costs
 from torchtitan_ext.tools.shapes import MODELS, PLANS, DecoderShape
-from torchtitan_ext.tools.step_cost import StepCost, lay_out, newton_schulz_bytes
+from torchtitan_ext.tools.step_cost import OWNERSHIPS, StepCost, lay_out, newton_schulz_bytes
 
 SPECS = json.loads(
     (Path(__file__).resolve().parent.parent / "golden" / "model_specs.json").read_text()
@@ -42,36 +42,24 @@ def test_shapes_and_steps_are_the_papers(name: str) -> None:
         assert PLANS[name] == tuple(locked[kind]["steps"] for kind in OPERATOR_TYPES)
 
 
-@pytest.mark.parametrize("layout", ["fsdp", "hsdp"])
-@pytest.mark.parametrize("ranks", [8, 32])
-def test_load_and_traffic_add_up(layout: str, ranks: int) -> None:
+@pytest.mark.parametrize("ownership", OWNERSHIPS)
+@pytest.mark.parametrize(("ranks", "shard"), [(8, 8), (32, 32), (32, 8), (256, 2)])
+def test_load_and_traffic_add_up(ranks: int, shard: int, ownership: Any) -> None:
     registry = SMALL.matrices()
-    elements = sum(info.shape[0] * info.shape[1] for info in registry)
-    flops = sum(ns_step_flops(*info.shape) for info in registry)
+    matrices = lay_out(registry, ranks, replica_size=shard)
     steps = {**UNIFORM, "attn_q": 7}
-    for row in step_costs(registry, steps, ranks, layout=layout):
-        extra = sum(ns_step_flops(*i.shape) for i in registry if i.operator_type == "attn_q")
-        locked = row["schedule"] == "locked"
-        mean = (5 * flops + 2 * extra * locked) / ranks / 1e9
-        assert row["gflop"]["mean"] == pytest.approx(mean, rel=1e-12)
-        assert row["gflop"]["most"] >= row["gflop"]["mean"] >= row["gflop"]["least"]
-        shard = ranks if layout == "fsdp" else 8
-        # An owner gathers what it does not hold, and delivers to every replica but itself.
-        moved = (1 - 1 / shard) + (ranks / shard - 1 / shard)
-        assert row["sent"]["mean"] == pytest.approx(2 * elements * moved / ranks, rel=1e-12)
-        within, across = row["sent_within"]["mean"], row["sent_across"]["mean"]
-        assert row["sent"]["mean"] == pytest.approx(within + across, rel=1e-12)
-        assert row["sent_across"]["most"] <= row["sent"]["most"]
-
-
-@pytest.mark.parametrize("layout", ["hsdp", "ddp"])
-def test_each_replica_gets_its_own_copy(layout: str) -> None:
-    """Replicas of 2 ranks, or of 1, on nodes of 8."""
-    for row in step_costs(SMALL.matrices(), UNIFORM, 256, layout=layout, replica_size=2):
-        elements = sum(info.shape[0] * info.shape[1] for info in SMALL.matrices())
-        # An owner of half a matrix gathers the other half from its node, and sends whole ones.
-        elsewhere = 256 // (2 if layout == "hsdp" else 1) * (1 - 8 / 256)
-        assert row["sent_across"]["mean"] == 2 * elements * elsewhere / 256
+    cost = StepCost(registry, matrices, steps, ranks, config=MuonConfig(ownership=ownership))
+    flops = sum(steps[info.operator_type] * ns_step_flops(*info.shape) for info in registry)
+    assert cost.flops.sum().item() == pytest.approx(flops, rel=1e-12)
+    # An owner gathers what it does not hold, and delivers to every replica but itself.
+    moved = (1 - 1 / shard) + (ranks / shard - 1 / shard)
+    elements = sum(math.prod(info.shape) for info in registry)
+    sent = (cost.within + cost.across).sum().item()
+    assert sent == pytest.approx(2 * elements * moved, rel=1e-12)
+    # Replicas lie on nodes of 8, but for the one of 32 ranks, which owners gather from, too.
+    if shard <= 8:
+        elsewhere = ranks / shard * (1 - 8 / ranks)
+        assert cost.across.sum().item() == pytest.approx(2 * elements * elsewhere, rel=1e-12)
 
 
 def test_bytes_follow_the_wire() -> None:

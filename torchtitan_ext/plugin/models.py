@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib
 import pkgutil
 from dataclasses import dataclass, replace
 from typing import Literal, cast
@@ -97,57 +96,34 @@ def spec(model: Model) -> ModelSpec:
     Raises:
         ValueError: Name, flavor or attention does not exist.
     """
-    stock = _titan_model(model) if model.name in NAMES else _user_model(model)
-    wrapped = functools.partial(parallelize, stock.parallelize_fn)
-    return replace(stock, parallelize_fn=wrapped)
-
-
-def _titan_model(model: Model) -> ModelSpec:
-    """Model of torchtitan, in a size of its own or of :data:`FLAVORS`."""
-    module = importlib.import_module(f"torchtitan.models.{model.name}")
-    amo_flavors = FLAVORS.get(model.name, {})
-    titan_flavors = next(
-        flavors
-        for name, flavors in vars(module).items()
-        if name.endswith("_configs") and isinstance(flavors, dict)
-    )
-    if model.flavor not in {*amo_flavors, *titan_flavors}:
-        known = ", ".join([*amo_flavors, *titan_flavors])
-        raise ValueError(f"model.flavor: found {model.flavor!r}, expected one of {known}")
-    stock: ModelSpec = module.model_registry(
-        "debugmodel" if model.flavor in amo_flavors else model.flavor,
-        # torchtitan's language models know no SDPA by name, but take it in their configs.
-        attn_backend="flex" if model.attention == "sdpa" else model.attention,
-    )
-    config = cast(Decoder.Config, stock.model)
-    if model.flavor in amo_flavors:
-        config = _resized(config, *amo_flavors[model.flavor], fuse_qkv=model.fuse_qkv)
-    if model.attention == "sdpa":
-        use_sdpa(config, model.name)
-    return replace(stock, flavor=model.flavor, model=config)
-
-
-def _user_model(model: Model) -> ModelSpec:
-    """Model of a user's module.
-
-    Raises:
-        ValueError: The module does not exist, or makes no model of the flavor.
-    """
+    is_stock = model.name in NAMES
+    path = f"torchtitan.models.{model.name}" if is_stock else model.name
     try:
-        module = import_module(model.name, "model.name")
-        make = module.model_registry
+        make = import_module(path, "model.name").model_registry
     except (ValueError, AttributeError) as error:
         raise ValueError(
             f"model.name: found {model.name!r}, expected one of {', '.join(NAMES)}, or a module "
             f"with a function model_registry(flavor, attn_backend): {error}"
         ) from None
+    flavors = FLAVORS.get(model.name, {})
+    is_resized = model.flavor in flavors
+    # torchtitan's language models know no SDPA by name, but take it in their configs.
+    is_sdpa = is_stock and model.attention == "sdpa"
     try:
-        user_model: ModelSpec = make(model.flavor, attn_backend=model.attention)
-    except KeyError as error:
-        raise ValueError(
-            f"model.flavor: found {model.flavor!r}, which {model.name} does not have"
-        ) from error
-    return user_model
+        stock: ModelSpec = make(
+            "debugmodel" if is_resized else model.flavor,
+            attn_backend="flex" if is_sdpa else model.attention,
+        )
+    except KeyError:
+        known = ", ".join([*flavors, f"those of {path}"])
+        raise ValueError(f"model.flavor: found {model.flavor!r}, expected one of {known}") from None
+    config = cast(Decoder.Config, stock.model)
+    if is_resized:
+        config = _resized(config, *flavors[model.flavor], fuse_qkv=model.fuse_qkv)
+    if is_sdpa:
+        use_sdpa(config, model.name)
+    wrapped = functools.partial(parallelize, stock.parallelize_fn)
+    return replace(stock, flavor=model.flavor, model=config, parallelize_fn=wrapped)
 
 
 def use_sdpa(config: Decoder.Config, name: str) -> None:

@@ -6,15 +6,17 @@ import json
 import os
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from filelock import FileLock, Timeout
 
 from amo_dist.schedule.plan import PLAN_FILE, Plan
 from torchtitan_ext.runs import files
 from torchtitan_ext.runs.records import METRICS_FILE, append_records, drop_from, read_records
+
+_T = TypeVar("_T")
 
 GEOMETRY_FILE = "geometry.jsonl"
 VALIDATION = "validation_loss"
@@ -106,16 +108,7 @@ def read_config(folder: Path) -> dict[str, Any] | None:
     Raises:
         ValueError: If its file cannot be read.
     """
-    file = folder / RUN_FILE
-    try:
-        sections = json.loads(file.read_bytes())
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{file}: cannot be read: {error}") from None
-    if not isinstance(sections, dict):
-        raise ValueError(f"{file}: found {type(sections).__name__}, expected an object")
-    return sections
+    return _read(folder / RUN_FILE, json.loads)
 
 
 def read_plan(folder: Path) -> Plan | None:
@@ -124,9 +117,12 @@ def read_plan(folder: Path) -> Plan | None:
     Raises:
         ValueError: If its file cannot be read.
     """
-    file = folder / PLAN_FILE
+    return _read(folder / PLAN_FILE, Plan.from_json)
+
+
+def _read(file: Path, parse: Callable[[str], _T]) -> _T | None:
     try:
-        return Plan.from_json(file.read_text())
+        return parse(file.read_text())
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:

@@ -234,8 +234,7 @@ def _costs(
         shards = degrees["shard"] * degrees["cp"]
         # Plain tensors are private to each rank, which does everything itself.
         ranks = 1 if shards == 1 else degrees["replicate"] * shards
-        layout = "hsdp" if degrees["replicate"] > 1 and shards > 1 else "fsdp"
-        matrices = lay_out(registry, ranks, layout=layout, replica_size=shards)
+        matrices = lay_out(registry, ranks, replica_size=shards)
         muon = config.optimizer.amo if config.optimizer.name == "AMO" else config.optimizer.muon
         after = {name: count for name, _, count in steps}
         for ownership in OWNERSHIPS:
@@ -243,13 +242,12 @@ def _costs(
             cost = StepCost(
                 registry, matrices, after, ranks, ranks_per_node=ranks_per_node, config=settings
             )
-            sums = cost.summary()
             ownership_rows[ownership] = {
-                "owners": sums["owners"],
+                "owners": len({job.owner for job in cost.jobs}),
                 "busiest / mean": cost.imbalance,
-                "GFLOP of the busiest": sums["gflop"]["most"],
-                "sent within the node bytes": sums["sent_within"]["mean"],
-                "to other nodes bytes": sums["sent_across"]["mean"],
+                "GFLOP of the busiest": cost.flops.max().item() / 1e9,
+                "sent within the node bytes": cost.within.double().mean().item(),
+                "to other nodes bytes": cost.across.double().mean().item(),
             }
             if ownership == muon.ownership:
                 exchange, newton_schulz = cost.buffers(), cost.memory() - cost.buffers()

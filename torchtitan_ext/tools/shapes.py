@@ -5,10 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from amo_dist.config import fail
 from amo_dist.schedule.types import MatrixInfo
-
-_MOST_LAYERS, _WIDEST = 1000, 2**24
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -22,10 +19,6 @@ class DecoderShape:
         heads: Attention heads.
         kv_heads: Heads of keys and values.
         q_ratio: Width of all query heads together over ``dim``.
-
-    Raises:
-        ValueError: A size is no integer >= 1, or far above any model's, or the heads do not divide
-            their width.
     """
 
     layers: int
@@ -34,17 +27,6 @@ class DecoderShape:
     heads: int
     kv_heads: int
     q_ratio: float = 1.0
-
-    def __post_init__(self) -> None:
-        for field in ("layers", "dim", "ffn_dim", "heads", "kv_heads"):
-            value, most = getattr(self, field), _MOST_LAYERS if field == "layers" else _WIDEST
-            if type(value) is not int or not 1 <= value <= most:
-                fail(field, value, f"an integer >= 1 and <= {most}")
-        if not self.q_ratio > 0 or (self.q_ratio * self.dim) % self.heads:
-            raise ValueError(
-                f"q_ratio: found {self.q_ratio!r}, expected a number > 0 that gives "
-                f"{self.heads} heads of an integer size, dim being {self.dim}"
-            )
 
     @property
     def head_dim(self) -> int:

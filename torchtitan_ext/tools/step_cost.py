@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch.distributed.tensor import Replicate, Shard
@@ -26,28 +25,17 @@ OWNERSHIPS = ("round_robin", "balanced")
 
 
 def lay_out(
-    registry: Sequence[MatrixInfo], ranks: int, *, layout: str = "fsdp", replica_size: int = 8
+    registry: Sequence[MatrixInfo], ranks: int, *, replica_size: int | None = None
 ) -> list[Matrix]:
-    """Layouts of matrices that FSDP shards on dim 0, as `torch.chunk` does, or that DDP repeats.
+    """Layouts of matrices that FSDP shards on dim 0, as `torch.chunk` does.
 
     Args:
         registry: Name and shape of the matrices.
-        ranks: Size of the world.
-        layout: ``fsdp``; ``hsdp``: sharded over ``replica_size`` consecutive ranks, and
-            replicated over the others; or ``ddp``: whole on every rank.
-        replica_size: Number of ranks of a replica under ``hsdp``.
-
-    Raises:
-        ValueError: ``replica_size`` does not divide ``ranks``.
+        ranks: Size of the world, a multiple of ``replica_size``.
+        replica_size: Consecutive ranks that share a replica; None for one replica.
     """
-    mesh = torch.arange(ranks)
-    placements: list[Any] = [Replicate() if layout == "ddp" else Shard(0)]
-    if layout == "hsdp":
-        if replica_size < 1 or ranks % replica_size:
-            raise ValueError(
-                f"replica_size: found {replica_size}, expected a divisor of {ranks} ranks"
-            )
-        mesh, placements = mesh.view(-1, replica_size), [Replicate(), Shard(0)]
+    mesh = torch.arange(ranks).view(-1, replica_size or ranks)
+    placements = [Replicate(), Shard(0)]
     return [
         make_matrix(info.name, mesh_layout(info.shape, mesh, placements), index)
         for index, info in enumerate(registry)
@@ -92,11 +80,7 @@ class StepCost:
             float(count * ns_step_flops(*info.shape))
             for count, info in zip(counts, registry, strict=True)
         ]
-        self.jobs: Sequence[Job] = assign(
-            matrices,
-            costs,
-            ownership=config.ownership,
-        )
+        self.jobs: Sequence[Job] = assign(matrices, costs, ownership=config.ownership)
         self.flops = torch.zeros(num_ranks, dtype=torch.float64)
         for job in self.jobs:
             self.flops[job.owner] += costs[job.matrix]
@@ -108,22 +92,6 @@ class StepCost:
         """Flops of the busiest rank over the mean of all ranks; 1 without any work."""
         mean = self.flops.mean().item()
         return self.flops.max().item() / mean if mean else 1.0
-
-    def summary(self) -> dict[str, Any]:
-        """Summary over ranks, for tables and JSON.
-
-        Returns:
-            ``owners``: number of ranks that own a matrix. The ``least``, ``mean`` and ``most`` over
-            ranks of: ``gflop`` of Newton-Schulz, in 1e9; bytes ``sent_within`` a node,
-            ``sent_across`` nodes, and ``sent`` in total.
-        """
-        return {
-            "owners": len({job.owner for job in self.jobs}),
-            "gflop": _spread(self.flops / 1e9),
-            "sent": _spread(self.within + self.across),
-            "sent_within": _spread(self.within),
-            "sent_across": _spread(self.across),
-        }
 
     def _buckets(self) -> Sequence[BucketPlan]:
         """Buckets of the busiest rank; local ones, on one rank, need no exchange."""
@@ -166,17 +134,8 @@ class StepCost:
         return self.buffers() + max(batches, default=0)
 
 
-def _spread(by_rank: torch.Tensor) -> dict[str, float]:
-    values = by_rank.tolist()
-    return {"least": min(values), "mean": math.fsum(values) / len(values), "most": max(values)}
-
-
 def newton_schulz_bytes(
-    count: int,
-    shape: Sequence[int],
-    itemsize: int,
-    *,
-    wire: int | None = None,
+    count: int, shape: Sequence[int], itemsize: int, *, wire: int | None = None
 ) -> int:
     """Peak bytes of Newton-Schulz on a batch, its stack included.
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import base64
 import io
+import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchtitan_ext.runs import costs, files
+from torchtitan_ext.runs import files
 from torchtitan_ext.tools.report import data, figures
 from torchtitan_ext.tools.report.data import Run
 
@@ -109,7 +110,8 @@ def _facts(run: Run) -> dict[str, str | None]:
     last, model = run.metrics[-1], run.config.get("model", {})
     total, lock, tokens = last.get("training_steps"), last.get("lock_step"), last.get("num_tokens")
     locked = [first for name, first, _ in run.spans("phase") if name == "locked"]
-    speed = costs.median(costs.values(run.metrics, "tokens_per_second"))
+    speeds = [value for _, value in run.series("tokens_per_second")]
+    speed = statistics.median(speeds) if speeds else None
     # 0 is no measurement, as after a resume.
     residuals = [value for _, value in run.series("newton_schulz/residual") if value]
     counts = last["num_steps_by_type"]

@@ -12,8 +12,6 @@ from typing import Any
 
 from amo_dist.config import sort_operator_types
 from amo_dist.schedule.plan import Plan
-from torchtitan_ext.runs import costs
-from torchtitan_ext.runs.costs import Records
 from torchtitan_ext.runs.records import METRICS_FILE, read_records
 from torchtitan_ext.runs.run_files import (
     GEOMETRY_FILE,
@@ -23,6 +21,9 @@ from torchtitan_ext.runs.run_files import (
     read_metrics,
     read_plan,
 )
+
+Records = Sequence[Mapping[str, Any]]
+"""Records by step."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +50,8 @@ class Run:
 
     def series(self, name: str) -> list[tuple[int, float]]:
         """``(step, value)`` of each record with a number for a figure of the run or optimizer."""
-        return costs.series([{**r["optimizer"], **r} for r in self.metrics], name)
+        records = ({**record["optimizer"], **record} for record in self.metrics)
+        return [(r["step"], r[name]) for r in records if r.get(name) is not None]
 
     def spans(self, field: str, name: str = "") -> list[tuple[Any, int, int]]:
         """``(value, first step, last step)`` of each stretch of one value, in order.
