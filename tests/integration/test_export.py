@@ -122,6 +122,18 @@ def test_the_tokenizer_is_the_one_of_the_run(tmp_path: Path, is_file: bool) -> N
 
 @needs_transformers
 @pytest.mark.parametrize(
+    "text", ["", "plain text", " leading, double  spaces\n\n\ttabs ", "naïve 北京 🙂", "a<|eos|>b"]
+)
+def test_byte_tokenizers_agree(text: str) -> None:
+    ours, theirs = ByteTokenizer(), export.byte_tokenizer()
+    tokens = theirs.encode(text, add_special_tokens=False)
+    assert tokens == ours.encode(text)
+    assert theirs.decode(tokens) == text
+    assert theirs.eos_token_id == ours.eos_id
+
+
+@needs_transformers
+@pytest.mark.parametrize(
     ("change", "field"),
     [
         ({"flavor": "huge"}, "model.flavor"),

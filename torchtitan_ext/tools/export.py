@@ -93,7 +93,9 @@ def export(checkpoint: Path, output: Path, source: Source, dtype: str = "float32
         output.mkdir(parents=True, exist_ok=True)
         (output / "config.json").unlink(missing_ok=True)  # it says that the folder holds a model
         save(weights, storage_writer=HuggingFaceStorageWriter(str(output)))
-    if section.kind == "hf":
+    if section.kind == "byte":
+        byte_tokenizer().save_pretrained(output)
+    elif section.kind == "hf":
         folder = Path(section.path or source.assets).expanduser()
         folder = folder.parent if folder.is_file() else folder
         for pattern in TOKENIZER_FILES:
@@ -169,6 +171,34 @@ def hf_config(name: str, config: Any) -> Any:
     )
 
 
+def byte_tokenizer() -> Any:
+    """The tokens of ``torchtitan_ext.data.tokenizers.ByteTokenizer``, for ``transformers``."""
+    tokenizers: Any = importlib.import_module("tokenizers")
+    transformers: Any = importlib.import_module("transformers")
+    from torchtitan_ext.data.tokenizers import BYTE_VOCAB_SIZE, EOS
+
+    # Each byte has one character in the alphabet of byte-level tokenizers: printable Latin-1 is
+    # itself, the other bytes are numbered from U+0100 on.
+    own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in own]
+    alphabet = {byte: chr(byte) for byte in own}
+    alphabet |= {byte: chr(0x100 + index) for index, byte in enumerate(others)}
+    model = tokenizers.models.BPE(vocab={c: byte for byte, c in alphabet.items()}, merges=[])
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
+        add_prefix_space=False, use_regex=False
+    )
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens([EOS])
+    assert tokenizer.get_vocab_size() == BYTE_VOCAB_SIZE
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=EOS,
+        clean_up_tokenization_spaces=False,
+        split_special_tokens=True,  # within a text, the end token's name is plain text
+    )
+
+
 def add_command(subparsers: Any) -> None:
     """Register ``export``."""
     parser = subparsers.add_parser(
@@ -198,6 +228,7 @@ def run(args: argparse.Namespace) -> int:
     source = find_source(checkpoint)
     export(checkpoint, args.output, source, args.dtype)
     print(f"{checkpoint} is written to {args.output}")
-    if source.tokenizer.kind != "hf":
-        print(f"its tokenizer has no such format: tokenizer.kind = {source.tokenizer.kind!r}")
+    if source.tokenizer.kind == "tiktoken":
+        path = source.tokenizer.path or "tiktoken's own file"
+        print(f"without a tokenizer: it is tiktoken's, {source.tokenizer.encoding} of {path}")
     return 0
