@@ -114,13 +114,30 @@ def test_a_toml_file_trains(tmp_path: Path, start: str) -> None:
     assert steps(tmp_path / "outputs" / "debug_llama3")[-1] == 20
 
 
+FAKE = pytest.mark.xfail(
+    strict=True,
+    reason="PyTorch 2.13's fake backend fills no output of an all-to-all that sends nothing",
+)
+
+
+@pytest.mark.parametrize(
+    "page", ["docs/torchtitan.md", pytest.param("launch/README.md", marks=FAKE)]
+)
+def test_the_preflight_predicts_a_run_on_a_machine_without_its_data(
+    tmp_path: Path, page: str
+) -> None:
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    process = launch(printed("amo preflight configs/", page), tmp_path)
+    assert process.wait(timeout=400) == 0, (tmp_path / "output.txt").read_text()[-4000:]
+
+
 def test_the_doctor_probes_this_machine(tmp_path: Path) -> None:
     (tmp_path / "launch").symlink_to(ROOT / "launch")
     (tmp_path / "outputs").mkdir()
     process = launch(printed("doctor.sh --probe", "launch/README.md"), tmp_path)
     output = tmp_path / "output.txt"
     assert process.wait(timeout=400) == 0, output.read_text()[-4000:]
-    assert "ok   newton-schulz: " in output.read_text()
+    assert "ok   network: " in output.read_text()
     assert "ok   disk: " in output.read_text()
 
 
