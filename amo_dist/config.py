@@ -283,7 +283,7 @@ class PlanConfig:
     made; in (0, 0.99]."""
     budget_ratio: float = BUDGET_RATIO
     """Budget of the plan as a multiple of the uniform schedule: of its flops with ``planner =
-    measured``, of its steps with ``paper``; > 0."""
+    measured``, of its steps with ``paper``; in (0, 20]."""
     min_steps: int = 3
     """Fewest Newton-Schulz steps of a type. If the budget or the uniform schedule needs fewer, AMO
     lowers the limit and warns."""
@@ -316,7 +316,7 @@ class PlanConfig:
         _require_int("transition_steps", self.transition_steps, 1)
         _require_int("base_steps", self.base_steps, 1, MOST_STEPS)
         _require_real("base_ell", self.base_ell, "a number in (0, 0.99]", 5e-324, 0.99)
-        _require_real("budget_ratio", self.budget_ratio, "a number > 0", 5e-324, math.inf)
+        _require_real("budget_ratio", self.budget_ratio, "a number in (0, 20]", 5e-324, 20.0)
         _require_int("min_steps", self.min_steps, 1, MOST_STEPS)
         _require_int("max_steps", self.max_steps, self.min_steps, MOST_STEPS)
         _require_bool("observe_only", self.observe_only)

@@ -54,6 +54,10 @@ def test_a_runs_plan_is_shown_and_made_again(
     file.write_text(plan.to_json() + "\n")
     for path in (tmp_path, file):
         assert planned(capsys, "plan", "--plan", str(path)) == plan
+    assert main(["plan", "--plan", str(file)]) == 0
+    assert capsys.readouterr().out == f"{plan}\n"
+    assert main(TWO) == 0
+    assert "attn_q" in capsys.readouterr().out
     for ratio in (0.8, 1.0, 1.2):
         again = planned(capsys, "plan", "--plan", str(file), f"--budget-ratio={ratio}")
         assert again.allocation == measured_plan(budget_ratio=ratio).allocation

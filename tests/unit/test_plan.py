@@ -184,27 +184,23 @@ def plan_of(config: AMOConfig, ells: Mapping[str, float]) -> Plan:
     return plan_measured(config, curves, [1 / len(ells)] * len(ells), [10] * len(ells))
 
 
-HARD_AND_EASY = {"attn_q": 1e-5, "mlp_up": 0.3}
-
-
 @pytest.mark.parametrize(
-    ("fields", "expected", "why"),
+    ("fields", "expected"),
     [
-        ({"base_steps": 1}, (1, 7), "the budget is infeasible within"),
-        ({"base_steps": 12}, (3, 12), "the 12 steps of the uniform schedule are beyond"),
-        ({"budget_ratio": 0.4}, (2, 7), "the budget is infeasible within"),
-        ({"budget_ratio": 0.2}, (1, 7), "the budget is infeasible within"),
+        ({"base_steps": 1}, (1, 7)),
+        ({"base_steps": 12}, (3, 12)),
+        ({"budget_ratio": 0.4}, (2, 7)),
+        ({"budget_ratio": 0.2}, (1, 7)),
     ],
 )
 def test_the_range_is_relaxed_as_far_as_needed(
-    fields: dict[str, Any], expected: tuple[int, int], why: str
+    fields: dict[str, Any], expected: tuple[int, int]
 ) -> None:
     config = AMOConfig(**fields)
-    plan = plan_of(config, HARD_AND_EASY)
+    plan = plan_of(config, {"attn_q": 1e-5, "mlp_up": 0.3})
     assert (plan.min_steps, plan.max_steps) == expected
     assert sum(plan.allocation) * 10 <= plan.budget
-    (line,) = remarks(plan, config)
-    assert line.startswith(why)
+    assert len(remarks(plan, config)) == 1
 
 
 @pytest.mark.parametrize(
@@ -293,56 +289,35 @@ def test_largest_remainder_ties_go_to_the_earlier_type() -> None:
 # ---------------------------------------------------------------- words
 
 
-def test_a_starving_plan_is_told_in_one_line() -> None:
+def test_a_plan_that_starves_hard_types_warns() -> None:
     golden = json.loads((GOLDEN / "locked_schedules.json").read_text())["Qwen3-1.7B"]
     targets = {name: row["ell_target"] for name, row in golden.items()}
-    plan = plan_paper(AMOConfig.paper(budget_ratio=0.6857), targets)
+    config = AMOConfig.paper(budget_ratio=0.6857)
+    plan = plan_paper(config, targets)
     (line,) = starved(plan)
-    assert line.startswith("the plan starves attn_")
-    assert "3 Newton-Schulz steps, where the easier" in line
-    easy = plan_paper(AMOConfig.paper(), {"a": 1e-4, "b": 0.5})
-    assert starved(easy) == []
-
-
-def test_the_table_shows_the_plan_beside_uniform() -> None:
-    plan = plan_of(AMOConfig(), HARD_AND_EASY)
-    head, hard, _, total, error, budget = str(plan).split("\n")
-    assert head.split("  ")[0] == "operator type"
-    old, new = (math.sqrt(x[0]) for x in (plan.uniform_errors, plan.errors))
-    assert hard.split()[:3] == ["attn_q", f"{plan.ell_target[0]:.5e}", "5"]
-    assert hard.split()[3:6] == [f"{plan.allocation[0]}", f"{old:.4f}", f"{new:.4f}"]
-    assert total.split()[:3] == ["total", "10", f"{sum(plan.allocation)}"]
-    assert error.startswith("squared error of the update")
-    assert budget == "budget 100 flops, 3 to 7 steps per type, planner measured"
-    assert "Gflop" not in str(plan_paper(AMOConfig.paper(), {"a": 1e-3}))
+    assert line in remarks(plan, config)
+    hardest = min(targets, key=lambda name: targets[name])
+    assert hardest in line
+    assert starved(plan_paper(AMOConfig.paper(), {"a": 1e-4, "b": 0.5})) == []
 
 
 PLAN = planned(MEASURED).plan
 assert PLAN is not None
-VALUES = json.loads(PLAN.to_json())
+TEXT = PLAN.to_json()
 
 
 @pytest.mark.parametrize(
-    ("changes", "field"),
+    "text",
     [
-        ({"planner": "greedy"}, r"plan\.planner"),
-        ({"allocation": [5, 5]}, r"plan\.allocation"),
-        ({"allocation": [5, 5, 9]}, r"plan\.allocation"),
-        ({"weights": [1.0]}, r"plan\.weights"),
-        ({"curves": VALUES["curves"][:2]}, r"plan\.curves"),
-        ({"curves": [[[2.0] * 5, [0.1] * 5, 0.1]] * 3}, r"plan\.curves"),
-        ({"max_steps": 8}, r"plan\.curves"),
-        ({"more": 1}, "plan: found"),
-        ({"curves": 3}, "plan: found"),
+        "",
+        "{",
+        "3",
+        "{}",
+        "[]",
+        *(TEXT.replace('"curves": [', x) for x in ('"x": [', '"curves": [0, ')),
     ],
 )
-def test_a_plan_that_contradicts_itself_is_refused(changes: dict[str, Any], field: str) -> None:
-    with pytest.raises(ValueError, match=field):
-        Plan.from_json(json.dumps({**VALUES, **changes}))
-    assert Plan.from_json(json.dumps(VALUES)) == PLAN
-
-
-@pytest.mark.parametrize("text", ["", "{", "3", "{}", "[]"])
 def test_other_text_is_no_plan(text: str) -> None:
+    assert Plan.from_json(TEXT) == PLAN
     with pytest.raises(ValueError, match="plan: found"):
         Plan.from_json(text)
