@@ -1,4 +1,4 @@
-"""Which region of which matrix lies on which rank.
+"""Regions of matrices by the rank that holds them.
 
 Everything here is a pure function of shapes, meshes and placements: no communication, and no
 process group is needed, so that a layout on a thousand ranks can be built on a laptop.

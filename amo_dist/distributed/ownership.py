@@ -1,4 +1,4 @@
-"""Who orthogonalizes which matrix: pure and deterministic, the same on every rank.
+"""Owner of each matrix: pure and deterministic, the same on every rank.
 
 Ownership exists for the length of one step; no state moves with it.
 """

@@ -1,4 +1,4 @@
-"""Who sends what to whom, and who computes what: a description, made without communication.
+"""Plan of an exchange: senders, receivers and owners, made without communication.
 
 A plan is a list of buckets. In a bucket each owner gathers at most a stated number of bytes (or one
 larger matrix), so that every rank of the mesh has work in every bucket, and the buckets in flight

@@ -62,8 +62,8 @@ def run_doctor(args: argparse.Namespace) -> int:
     for verdict in examine(site, checks, args.seconds):
         print_first(verdict)
         verdicts.append(verdict)
-    status = int(is_first and any(one.verdict == "FAIL" for one in verdicts))
-    if any(one.is_last for one in verdicts):
+    status = int(is_first and any(outcome.verdict == "FAIL" for outcome in verdicts))
+    if any(outcome.is_last for outcome in verdicts):
         # A thread that waits for a rank would keep the process from ending.
         sys.stdout.flush()
         os._exit(status)

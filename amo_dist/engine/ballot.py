@@ -285,7 +285,7 @@ class Ballots:
 
         Args:
             outcomes: Names of matrices, and a flag for each, on the device.
-            skip_mask: That of this step's `Verdict`: a step that changed nothing says nothing
+            skip_mask: Mask of this step's `Verdict`: a step that changed nothing says nothing
                 about its updates.
         """
         self._updated, self._updates = (), None

@@ -23,7 +23,7 @@ def coefficient_table(schedules: Sequence[Schedule]) -> Tensor:
     """Coefficients of schedules, float64 on the CPU, ``(schedules, steps, 3)``."""
     most = max((schedule.num_steps for schedule in schedules), default=0)
     stay = (1.0, 0.0, 0.0)
-    rows = [[*one.coefficients, *[stay] * (most - one.num_steps)] for one in schedules]
+    rows = [[*s.coefficients, *[stay] * (most - s.num_steps)] for s in schedules]
     return torch.tensor(rows, dtype=torch.float64, device="cpu").view(len(rows), most, 3)
 
 
@@ -82,7 +82,7 @@ def observe(engine: Engine, step: Step | None, measurement: Measurement) -> None
     *summed, num_failed = sum_over([*chain.from_iterable(rows), float(bool(failure))], world.group)
     agreed = iter(summed)
     by_name = {name: list(islice(agreed, measurement.width)) for name in measurement.names}
-    measurement.take({k: [first or math.nan, *rest] for k, (first, *rest) in by_name.items()})
+    measurement.take({name: [ell or math.nan, *errors] for name, (ell, *errors) in by_name.items()})
     if num_failed:
         check_alike("measurements", failure, world.group)
 

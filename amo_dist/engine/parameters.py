@@ -1,4 +1,4 @@
-"""From parameter groups to the tensors and matrices of this process."""
+"""Parameter groups laid out as the tensors and matrices of this process."""
 
 from __future__ import annotations
 

@@ -568,7 +568,7 @@ class Engine:
         matrices = self.parameters.matrices
         plans = self._exchange_plans(range(len(matrices)), orders.schedules, self.wire)
         texts = {ranks: plan.digest for ranks, plan, _ in plans}
-        plans = [one for one in plans if one[1].buckets or one[1].local]
+        plans = [p for p in plans if p[1].buckets or p[1].local]
         bucket_lists: list[list[Bucket]] = []
         try:
             for _, plan, group in plans:

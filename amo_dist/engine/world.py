@@ -99,12 +99,12 @@ def agree_on_world(
         "matrices": [(param.layout.ranks, infos[i]) for i, param in enumerate(parameters.params)],
     }
     by_rank = dict(zip(members(group), gather_json(own, group), strict=True))
-    compare("parameters", {rank: each["texts"] for rank, each in by_rank.items()})
+    compare("parameters", {rank: own["texts"] for rank, own in by_rank.items()})
     # Equal values are one object: a thousand ranks have few different ones.
-    distinct = list({id(each): each for each in by_rank.values()}.values())
-    registry, reporting_ranks = survey(each["matrices"] for each in distinct)
-    sets = {tuple(ranks) for each in distinct for ranks in each["sets"]}
-    holders = {len(ranks) for each in distinct for ranks, _ in each["texts"]}
+    distinct = list({id(listed): listed for listed in by_rank.values()}.values())
+    registry, reporting_ranks = survey(listed["matrices"] for listed in distinct)
+    sets = {tuple(ranks) for listed in distinct for ranks in listed["sets"]}
+    holders = {len(ranks) for listed in distinct for ranks, _ in listed["texts"]}
     wanted = (tuple(sorted(param.layout.ranks)) for param in parameters.params)
     return World(
         group=group,

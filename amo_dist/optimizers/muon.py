@@ -404,7 +404,7 @@ class Muon(torch.optim.Optimizer):
         if not residual > GUARD_BOUND:
             return
         assert self.world is not None
-        info = next(one for one in self.world.registry if one.name == name)
+        info = next(matrix for matrix in self.world.registry if matrix.name == name)
         schedule = self.source.schedules(step)[self.source.key(info)]
         triples = " ".join(f"({a:.4g}, {b:.4g}, {c:.4g})" for a, b, c in schedule.coefficients)
         logger.warning(

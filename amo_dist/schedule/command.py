@@ -103,5 +103,5 @@ def plan_again(plan: Plan, changes: dict[str, Any]) -> Plan:
             f"{low} to {high}"
         )
     part = slice(low - plan.min_steps, high - plan.min_steps + 1)
-    curves = [ErrorCurve(one.ells[part], one.errors[part], one.uniform) for one in plan.curves]
+    curves = [ErrorCurve(c.ells[part], c.errors[part], c.uniform) for c in plan.curves]
     return plan_measured(config, dict(zip(names, curves, strict=True)), plan.weights, plan.costs)

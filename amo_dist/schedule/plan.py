@@ -93,8 +93,12 @@ class Plan:
         base, errors = self.base_steps, [self.uniform_errors, self.errors]
         word, unit = "projected error", "steps"
         if self.planner == "measured":
-            errors, word, unit = [tuple(map(math.sqrt, one)) for one in errors], "distance", "flops"
-        before, after = ([*(f"{error:.4f}" for error in one), ""] for one in errors)
+            errors, word, unit = (
+                [tuple(map(math.sqrt, column)) for column in errors],
+                "distance",
+                "flops",
+            )
+        before, after = ([*(f"{error:.4f}" for error in column), ""] for column in errors)
         columns = [
             ["operator type", *self.operator_types, "total"],
             ["ell target", *(f"{ell:.5e}" for ell in self.ell_target), ""],
@@ -106,7 +110,9 @@ class Plan:
         if self.costs is not None:
             pairs = zip(self.allocation, self.costs, strict=True)
             flops = [(steps - base) * cost / 1e9 for steps, cost in pairs]
-            columns.append(["NS Gflop/step", *(f"{one:+.4g}" for one in (*flops, sum(flops)))])
+            columns.append(
+                ["NS Gflop/step", *(f"{number:+.4g}" for number in (*flops, sum(flops)))]
+            )
         widths = [max(map(len, column)) for column in columns]
         lines = [
             "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])

@@ -97,7 +97,7 @@ class Source:
     def metrics(self, step: int) -> dict[str, float]:
         """Plain numbers for a logger: ``amo/ns_steps/<operator type>``."""
         schedules = self.schedules(step)
-        return {f"amo/ns_steps/{key}": float(one.num_steps) for key, one in schedules.items()}
+        return {f"amo/ns_steps/{key}": float(s.num_steps) for key, s in schedules.items()}
 
     def state(self) -> dict[str, Any]:
         """JSON values from which `load` restores the source bit for bit."""
@@ -363,7 +363,7 @@ class Amo(Source):
         config, costs, lines = self.config, self._costs(), []
         robust: dict[str, float] = {}
         for name in self._members:
-            medians = [ell for one in observations if (ell := one.ell[name]) is not None]
+            medians = [ell for o in observations if (ell := o.ell[name]) is not None]
             robust[name] = statistics.median(medians) if medians else config.base_ell
             if not medians:
                 fallback = f"it falls back to base_ell = {config.base_ell:g}"
@@ -401,7 +401,7 @@ class Amo(Source):
             "name": self.name,
             "begin": self._begin,
             "observations": [dataclasses.asdict(observation) for observation in self.observations],
-            "errors": {name: dataclasses.asdict(one) for name, one in self._sums.items()},
+            "errors": {name: dataclasses.asdict(total) for name, total in self._sums.items()},
             "plan": None if self.plan is None else dataclasses.asdict(self.plan),
         }
 
@@ -416,12 +416,12 @@ class Amo(Source):
         """
         assert isinstance(config, AMOConfig)
         self.config, self._begin = config, state["begin"]
-        types = sort_operator_types({t for one in state["observations"] for t in one["ell"]})
+        types = sort_operator_types({t for record in state["observations"] for t in record["ell"]})
         self.observations = tuple(
-            Observation(one["step"], *({t: one[k][t] for t in types} for k in _BY_TYPE))
-            for one in state["observations"]
+            Observation(record["step"], *({t: record[k][t] for t in types} for k in _BY_TYPE))
+            for record in state["observations"]
         )
-        self._sums = {name: ErrorSum(**one) for name, one in state["errors"].items()}
+        self._sums = {name: ErrorSum(**total) for name, total in state["errors"].items()}
         self.plan = None if state["plan"] is None else Plan.from_dict(state["plan"])
         if set(changed) - _SHARED:
             self._begin, self._sums, self.plan = step, {}, None
@@ -439,10 +439,10 @@ class Amo(Source):
         values, base = super().metrics(step), self.config.base_ell
         targets = (base,) * len(self._members) if self.plan is None else self.plan.ell_target
         for name, target in zip(self._members, targets, strict=True):
-            valid = [ell for one in self.observations if (ell := one.ell[name]) is not None]
+            valid = [ell for o in self.observations if (ell := o.ell[name]) is not None]
             values[f"amo/ell/{name}"] = valid[-1] if valid else base
             values[f"amo/ell_target/{name}"] = target
-        num_invalid = sum(sum(one.num_invalid.values()) for one in self.observations)
+        num_invalid = sum(sum(o.num_invalid.values()) for o in self.observations)
         return {
             **values,
             "amo/phase": float(PHASES.index(self.phase(step))),

@@ -223,6 +223,6 @@ def standard_library(tokenizer: Any) -> Corpus:
     type_ = token_type(vocab_size)
     tokens = np.concatenate([np.asarray(d, type_) for d in tokenizer.encode_documents(texts)])
     digest = hashlib.sha256(tokens.tobytes()).hexdigest()[:16]
-    one = np.zeros(1, np.int64)
+    zero = np.zeros(1, np.int64)
     sizes = np.array([len(tokens)])
-    return Corpus([root], lambda _: tokens, sizes, one, one, digest, vocab_size)
+    return Corpus([root], lambda _: tokens, sizes, zero, zero, digest, vocab_size)

@@ -224,7 +224,7 @@ class MetricsProcessor(titan.MetricsProcessor):
         """Seconds of the slowest rank since the last log: waits for data, and the observation.
 
         Args:
-            figures: Those of the optimizer.
+            figures: Figures of the optimizer.
         """
         observed = figures.get("optimizer/observe_seconds", 0.0)
         is_new, self._observe_seconds = observed != self._observe_seconds, observed
