@@ -122,7 +122,7 @@ def test_the_wheel_runs_the_first_example_beside_torch_alone(tmp_path: Path) -> 
     assert command[0] == "torchrun"
     done = run("python", "-m", "torch.distributed.run", *command[1:])
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("12") == done.stdout.count("locked") == 2, done.stdout
+    assert done.stdout.count("20") == done.stdout.count("locked") == 2, done.stdout
     told = run("amo", "train", "llama3.1_75m")
     assert told.returncode == 2
     (line,) = told.stderr.splitlines()[-1:]

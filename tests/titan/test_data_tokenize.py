@@ -6,6 +6,7 @@ import contextlib
 import gzip
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -232,7 +233,7 @@ def test_a_mistake_is_named(
     write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}])
     with contextlib.suppress(SystemExit):
         assert run(tmp_path, tmp_path / "out", *options) == 2
-    assert f"error: {field}: " in capsys.readouterr().err
+    assert re.search(f"error: (argument )?{field}: ", capsys.readouterr().err)
 
 
 def test_a_folder_of_other_settings_is_refused(

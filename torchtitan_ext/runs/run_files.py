@@ -108,7 +108,14 @@ def read_config(folder: Path) -> dict[str, Any] | None:
     Raises:
         ValueError: If its file cannot be read.
     """
-    return _read(folder / RUN_FILE, json.loads)
+    return _read(folder / RUN_FILE, _parse_config)
+
+
+def _parse_config(text: str) -> dict[str, Any]:
+    config = json.loads(text)
+    if not isinstance(config, dict):
+        raise ValueError(f"found {type(config).__name__}, expected sections")
+    return config
 
 
 def read_plan(folder: Path) -> Plan | None:

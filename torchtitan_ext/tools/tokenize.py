@@ -54,6 +54,8 @@ def tokenize(args: argparse.Namespace, tokenizer: Any) -> None:
     from torchtitan_ext.data.tokenizers import identity
     from torchtitan_ext.runs.differences import differences
 
+    if args.tasks is not None and args.tasks < 1:
+        raise ValueError(f"--tasks: found {args.tasks}, expected 1 or more")
     source = os.path.expanduser(args.source)
     paths = DataFolder(source).list_files(glob_pattern=args.pattern or None)
     own = f"{os.path.relpath(args.output, source)}/"  # The logs are JSON, too.
