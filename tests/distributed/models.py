@@ -140,10 +140,10 @@ def make_model(
     raise ValueError(f"layout: found {layout!r}")
 
 
-def _fully_shard(model: nn.Module, mesh: object) -> nn.Module:
+def _fully_shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     for layer in model.get_submodule("layers").children():
-        fully_shard(layer, mesh=mesh)  # type: ignore[arg-type]
-    fully_shard(model, mesh=mesh)  # type: ignore[arg-type]
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
     return model
 
 

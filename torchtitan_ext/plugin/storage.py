@@ -71,8 +71,7 @@ class CheckpointWriter(FileSystemWriter):
     files back to compute the checksums. PyTorch's own reader can read the checkpoint. While a
     checkpoint is written over, it counts as incomplete.
 
-    Args:
-        path: Folder of the checkpoint.
+    ``CheckpointWriter(path)`` takes the folder of the checkpoint.
     """
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
