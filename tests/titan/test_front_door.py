@@ -120,13 +120,14 @@ def test_a_file_does_not_command_the_terminal(
     assert "\x1b" not in output + errors
 
 
-def test_a_full_disk_is_a_mistake() -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_disk_is_a_mistake(unbuffered: str) -> None:
     words = f"{sys.executable} -m torchtitan_ext plan --ell a=.1 > /dev/full"
     done = subprocess.run(
         ["bash", "-c", words],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": unbuffered},
         check=False,
     )
     assert done.returncode == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import signal
 import sys
@@ -39,9 +40,7 @@ def run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None = No
             parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         args.overrides = unknown
         status: int = args.run(args)
-        print(
-            end="", flush=True
-        )  # a later failure, at the end of the process, would be a traceback
+        sys.stdout.flush()  # a later failure, at the end of the process, would be a traceback
         return status
     except SystemExit as stop:  # after --help, or an error of the parser
         return int(stop.code or 0)
@@ -49,12 +48,18 @@ def run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None = No
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 0
     except (ValueError, OSError) as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
+            _drop_output()  # Python would try to write it again at the end of the process
         for line in str(error).splitlines() or [type(error).__name__]:
             print(f"error: {printable(line)}", file=sys.stderr)
         return 2
+
+
+def _drop_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def printable(text: str) -> str:
