@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 
 from amo_dist.config import MuonConfig
-from amo_dist.distributed.ownership import assign, load_by_rank
-from amo_dist.distributed.plan import plan_exchange
+from amo_dist.distributed.plan import assign, load_by_rank, plan_exchange
 from amo_dist.kernels.newton_schulz import NS_BACKENDS, orthogonalize, step_sizes
 from amo_dist.schedule.allocate import ns_step_flops
 from amo_dist.schedule.polar_express import compose

@@ -10,8 +10,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from amo_dist.distributed.layout import Matrix
-from amo_dist.distributed.ownership import Job
-from amo_dist.distributed.plan import ExchangePlan, count_elements
+from amo_dist.distributed.plan import ExchangePlan, Job, count_elements
 from torchtitan_ext.tools.ledger import sent_by_owner
 
 Pair = tuple[int, int]

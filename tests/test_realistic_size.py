@@ -12,8 +12,7 @@ from torch.distributed.tensor import Shard
 
 from amo_dist import Muon, param_groups
 from amo_dist.distributed.layout import Matrix, make_matrix, mesh_layout
-from amo_dist.distributed.ownership import assign, load_by_rank
-from amo_dist.distributed.plan import count_elements, plan_exchange
+from amo_dist.distributed.plan import assign, count_elements, load_by_rank, plan_exchange
 from tests import runs
 from torchtitan_ext.cli import main
 

@@ -197,3 +197,30 @@ def _flat(by_peer: ByPeer) -> Iterator[Held]:
 def _space(shape: tuple[int, int]) -> int:
     """Elements that a matrix takes in memory, padded."""
     return -(-math.prod(shape) // _ALIGNMENT) * _ALIGNMENT
+
+
+def on_host(places: Sequence[Tensor]) -> list[Tensor]:
+    """New pinned host memory with the shapes of some places on a device.
+
+    FSDP2's ``CPUOffloadPolicy`` keeps parameters, gradients and state in host memory. The host
+    computes momentum and updates, and the accelerator everything between them: pieces are uploaded
+    before the gather, so that matrices travel as those of device parameters do, and results are
+    downloaded after the scatter.
+
+    PyTorch keeps pinned memory for the next call, and reuses none that a copy still reads.
+
+    Args:
+        places: Places of one dtype; at least one.
+    """
+    sizes = [math.prod(place.shape) for place in places]
+    memory = torch.empty(sum(sizes), dtype=places[0].dtype, device="cpu", pin_memory=True)
+    pairs = zip(memory.split(sizes), places, strict=True)
+    return [flat.view(place.shape) for flat, place in pairs]
+
+
+def bring_down(places: list[Tensor]) -> list[Tensor]:
+    """Download places of a device, at least one, to the host; waits once, for all of them."""
+    pieces = on_host(places)
+    torch._foreach_copy_(pieces, places, non_blocking=True)
+    torch.accelerator.current_stream(places[0].device).synchronize()
+    return pieces

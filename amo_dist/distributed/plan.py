@@ -1,8 +1,9 @@
-"""Plan of an exchange: senders, receivers and owners, made without communication.
+"""Owners of matrices, and the plan of an exchange, made without communication.
 
-A plan is a list of buckets. In a bucket each owner gathers at most a stated number of bytes (or one
-larger matrix), so that every rank of the mesh has work in every bucket, and the buckets in flight
-bound the memory.
+Ownership exists for the length of one step; no state moves with it. It is pure and deterministic,
+the same on every rank. A plan is a list of buckets. In a bucket each owner gathers at most a stated
+number of bytes (or one larger matrix), so that every rank of the mesh has work in every bucket, and
+the buckets in flight bound the memory.
 """
 
 from __future__ import annotations
@@ -10,16 +11,132 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 from amo_dist.distributed.layout import Matrix, Region
-from amo_dist.distributed.ownership import Job
 
 Held: TypeAlias = tuple[int, Region]
 """Index of a matrix, and a region of it."""
 ByPeer: TypeAlias = tuple[tuple[Held, ...], ...]
 """Regions for each peer, in the order of the process group and in that in which they travel."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Job:
+    """One matrix, orthogonalized by one rank.
+
+    Attributes:
+        matrix: Index of the matrix.
+        owner: Rank that gathers the matrix, orthogonalizes it and sends the results back.
+        sources: Ranks that together hold the matrix once: the owner's replica.
+        targets: Ranks that get results from the owner: those of all replicas.
+    """
+
+    matrix: int
+    owner: int
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]
+
+
+def assign(
+    matrices: Sequence[Matrix],
+    costs: Sequence[float],
+    *,
+    indices: Iterable[int] | None = None,
+    ownership: str = "round_robin",
+    first_owner: int = 0,
+    returns: bool = True,
+) -> list[Job]:
+    """Assign matrices to owner ranks, separately for each set of ranks that shares some.
+
+    A rank that belongs to several sets must compute the same owners as ranks that know one set
+    alone, so no set looks at the load of another.
+
+    A matrix that one rank holds whole, such as an expert sharded on its first dim, goes to such a
+    rank, and nothing need be gathered.
+
+    Args:
+        matrices: Matrices, in the order in which round robin assigns them.
+        costs: Flops of each matrix, with its schedule of this moment.
+        indices: Indices of the matrices to assign; None for all.
+        ownership: ``round_robin``, or ``balanced``: the longest job first to the rank with the
+            least work, ties by name, unless round robin's greatest load is as low; loads are those
+            of the set.
+        first_owner: Number of the candidate at which round robin begins, counted around.
+        returns: Whether owners send results back.
+
+    Returns:
+        A job for each of ``indices``, in their order.
+    """
+    by_ranks: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for index in range(len(matrices)) if indices is None else indices:
+        by_ranks[tuple(sorted(matrices[index].ranks))].append(index)
+    # Matrices of one layout share their regions: on a thousand ranks candidates are sought once.
+    by_layout = {id(matrix.regions_by_rank): matrix for matrix in matrices}
+    known = {key: _candidates(matrix) for key, matrix in by_layout.items()}
+    candidates = [known[id(matrix.regions_by_rank)] for matrix in matrices]
+    owners: dict[int, int] = {}
+    for own in by_ranks.values():
+        choice = _round_robin(own, candidates, first_owner)
+        if ownership == "balanced":
+            # Matrices with one candidate come first: the others fill up around them.
+            order = sorted(own, key=lambda i: (len(candidates[i]) > 1, -costs[i], matrices[i].name))
+            balanced = _least_loaded(order, candidates, costs)
+            choice = min(choice, balanced, key=lambda owners: _greatest_load(owners, costs))
+        owners |= choice
+    jobs = []
+    for index in sorted(owners):
+        matrix, owner = matrices[index], owners[index]
+        sources = next(replica for replica in matrix.replicas if owner in replica)
+        jobs.append(Job(index, owner, sources, matrix.ranks if returns else ()))
+    return jobs
+
+
+def load_by_rank(jobs: Sequence[Job], costs: Sequence[float]) -> dict[int, float]:
+    """Summed cost of the jobs of each rank that owns any."""
+    loads: dict[int, float] = defaultdict(float)
+    for job in jobs:
+        loads[job.owner] += costs[job.matrix]
+    return dict(loads)
+
+
+def _candidates(matrix: Matrix) -> tuple[int, ...]:
+    """Ranks that may own a matrix: those that hold it whole if there are any, else all."""
+    whole = (rank for rank in matrix.ranks if matrix.num_held(rank) == matrix.num_elements)
+    return tuple(whole) or tuple(matrix.ranks)
+
+
+def _greatest_load(owners: Mapping[int, int], costs: Sequence[float]) -> float:
+    loads: dict[int, float] = defaultdict(float)
+    for index, owner in owners.items():
+        loads[owner] += costs[index]
+    return max(loads.values())
+
+
+def _round_robin(
+    indices: Sequence[int], candidates: Sequence[tuple[int, ...]], first_owner: int
+) -> dict[int, int]:
+    """Owner by matrix: candidates in turn; each list of candidates has a turn of its own."""
+    owners: dict[int, int] = {}
+    turns = Counter[tuple[int, ...]]()
+    for index in indices:
+        ranks = candidates[index]
+        owners[index] = ranks[(first_owner + turns[ranks]) % len(ranks)]
+        turns[ranks] += 1
+    return owners
+
+
+def _least_loaded(
+    order: Sequence[int], candidates: Sequence[tuple[int, ...]], costs: Sequence[float]
+) -> dict[int, int]:
+    """Owner by matrix: for each in turn the earliest candidate with the least load so far."""
+    owners: dict[int, int] = {}
+    loads: dict[int, float] = defaultdict(float)
+    for index in order:
+        owners[index] = min(candidates[index], key=loads.__getitem__)
+        loads[owners[index]] += costs[index]
+    return owners
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from amo_dist.config import Box
 from amo_dist.distributed.layout import (
@@ -24,7 +25,7 @@ from amo_dist.distributed.layout import (
     make_matrix,
 )
 from amo_dist.engine.hyperparameters import learning_rate
-from amo_dist.kernels.rounding import ROUNDED_OFF
+from amo_dist.kernels.elementwise import ROUNDED_OFF
 from amo_dist.operators.views import MatrixView, require
 
 ALGORITHMS = ("muon", "adamw")
@@ -139,12 +140,6 @@ class Piece:
         self.weight = region.view(local.weight)
         self.momentum = region.view(local.state[MOMENTUM])
 
-    @property
-    def remainder(self) -> Tensor | None:
-        """This box of what rounding took off the parameter; None without a master weight."""
-        remainder = self.local.state.get(ROUNDED_OFF)
-        return None if remainder is None else self.region.view(remainder)
-
     def stored_state(self) -> dict[str, Tensor]:
         """Views of the rule's state tensors, by name."""
         box, shape = self.region.source, self.local.weight.shape
@@ -180,6 +175,10 @@ class Parameters:
         operator_types: Operator type of each matrix.
         tensors: The model's parameters.
         device: Device of all parameters at construction.
+        matrix_device: Device on which matrices are gathered, orthogonalized and measured. It is
+            that of the parameters. For parameters in host memory it is the current accelerator if
+            one of their meshes is of its kind; with a mesh of CPUs, or none, all runs on the CPU,
+            whatever else the machine has.
         dtypes: Dtype of each parameter at construction.
     """
 
@@ -188,6 +187,7 @@ class Parameters:
     operator_types: tuple[str, ...]
     tensors: tuple[Tensor, ...]
     device: torch.device
+    matrix_device: torch.device
     dtypes: tuple[torch.dtype, ...]
 
     def are_in(self, groups: Sequence[Mapping[str, Any]]) -> bool:
@@ -354,12 +354,19 @@ def lay_out(groups: Sequence[Mapping[str, Any]], structure: Structure) -> Parame
         require(is_covered, param.name, f"views of {covered} elements", f"to cover all {size}")
         matrices += own
     tensors = tuple(param.tensor for param in params)
+    device = first.tensor.device
+    kinds = {tensor.device_mesh.device_type for tensor in tensors if isinstance(tensor, DTensor)}
+    if device.type == "cpu" and kinds:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        if accelerator is not None and accelerator.type in kinds:
+            device = torch.device(accelerator.type, torch.accelerator.current_device_index())
     return Parameters(
         params=tuple(params),
         matrices=tuple(matrices),
         operator_types=tuple(view.operator_type for param in params for view in param.views),
         tensors=tensors,
         device=first.tensor.device,
+        matrix_device=device,
         dtypes=tuple(tensor.dtype for tensor in tensors),
     )
 

@@ -40,22 +40,28 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim.adamw import adamw
 from torch.profiler import record_function
 
 from amo_dist.config import MuonConfig
-from amo_dist.distributed.bucket import BUCKETS_IN_FLIGHT, Bucket, Place, make_buckets
+from amo_dist.distributed.bucket import (
+    BUCKETS_IN_FLIGHT,
+    Bucket,
+    Place,
+    bring_down,
+    make_buckets,
+    on_host,
+)
 from amo_dist.distributed.layout import Region, flattened, zeros_per_view
-from amo_dist.distributed.ownership import assign
-from amo_dist.distributed.plan import ExchangePlan, plan_exchange
+from amo_dist.distributed.plan import ExchangePlan, assign, plan_exchange
 from amo_dist.distributed.ranks import (
     GroupLike,
     Membership,
     check_alike_by_ranks,
     failure_text,
 )
-from amo_dist.engine.adamw import adamw_step, make_state
 from amo_dist.engine.ballot import Ballots, Verdict
-from amo_dist.engine.hyperparameters import describe_group, momentum_of
+from amo_dist.engine.hyperparameters import describe_group, learning_rate, momentum_of
 from amo_dist.engine.parameters import (
     MOMENTUM,
     LocalParam,
@@ -63,13 +69,13 @@ from amo_dist.engine.parameters import (
     Piece,
     check_master_weights,
 )
-from amo_dist.engine.rule import UpdateRule
-from amo_dist.engine.staging import bring_down, device_of_matrices, on_host, send_up
-from amo_dist.engine.sums import MatrixSums
+from amo_dist.engine.rule import MatrixSums, UpdateRule
 from amo_dist.engine.world import World
 from amo_dist.kernels.elementwise import (
+    ROUNDED_OFF,
     apply_update,
     drop_nonfinite,
+    master_weight,
     nesterov,
     set_weights,
     update_momentum,
@@ -77,7 +83,6 @@ from amo_dist.kernels.elementwise import (
 )
 from amo_dist.kernels.newton_schulz import EXACT_NORM_BOUND, orthogonalize, scale_to_exact_norm
 from amo_dist.kernels.quack import library
-from amo_dist.kernels.rounding import ROUNDED_OFF, master_weight
 from amo_dist.schedule.allocate import ns_step_flops
 from amo_dist.schedule.types import Schedule
 
@@ -194,8 +199,7 @@ class Engine:
         assert config.wire_dtype is not None
         self.wire: torch.dtype = getattr(torch, config.wire_dtype)
         self._is_on_device = parameters.device.type != "cpu"
-        self.device = device_of_matrices(parameters.tensors, parameters.device)
-        """Device on which matrices are gathered and orthogonalized."""
+        self.device = parameters.matrix_device
         self._library = library(config.ns_kernels, self.device, self._dtype)
         self._is_staged = self.device != parameters.device
         check_master_weights(parameters, config.bfloat16_params)
@@ -234,7 +238,13 @@ class Engine:
                 for name in self.rule.scalar_state:
                     state[name] = zeros_per_view(tensor, len(param.views))
             else:
-                state = make_state(tensor, torch.float32 if is_master else None)
+                dtype = torch.float32 if is_master else tensor.dtype
+                state = {
+                    # Fused kernels, which devices run, count steps on the parameter's device.
+                    "step": torch.zeros((), dtype=torch.float32, device=tensor.device),
+                    "exp_avg": torch.zeros_like(tensor, dtype=dtype),
+                    "exp_avg_sq": torch.zeros_like(tensor, dtype=dtype),
+                }
             if is_master:
                 state[ROUNDED_OFF] = torch.zeros_like(tensor, dtype=torch.float32)
             for value in state.values():
@@ -327,8 +337,48 @@ class Engine:
                 update_momentum(buffers, grads, momentum, bad=step.skip_mask)
 
     def _adamw(self, step: Step) -> None:
+        """Update the parameters without matrices; a shard gets the bits of the whole.
+
+        On a CPU PyTorch's foreach kernels run: the fused one gives an element other bits in another
+        shard. On a device the fused ones run, which skip a bad step without the host.
+        """
+        batches: dict[Hashable, list[tuple[LocalParam, Tensor]]] = defaultdict(list)
+        for local in step.params:
+            if not local.param.views and local.grad is not None:
+                # A master weight is lent alone: those of all would be a second model in memory.
+                key = local if ROUNDED_OFF in local.state else local.param.group
+                batches[key].append((local, local.grad))
         with record_function("amo::adamw"), self._deferring(step, "AdamW"):
-            adamw_step(step.params, self.groups, step.skip_mask)
+            bad = None if step.skip_mask is None else step.skip_mask.to(torch.float32)
+            for batch in batches.values():
+                states = [local.state for local, _ in batch]
+                group = self.groups[batch[0][0].param.group]
+                beta1, beta2 = map(float, group["betas"])
+                with contextlib.ExitStack() as stack:
+                    weights = [local.weight for local, _ in batch]
+                    if ROUNDED_OFF in states[0]:
+                        lent = master_weight(weights[0], states[0][ROUNDED_OFF])
+                        weights = [stack.enter_context(lent)]
+                    pairs = zip(batch, weights, strict=True)
+                    is_fused = not weights[0].is_cpu
+                    adamw(
+                        weights,
+                        [grad.to(weight.dtype) for (_, grad), weight in pairs],
+                        [state["exp_avg"] for state in states],
+                        [state["exp_avg_sq"] for state in states],
+                        [],
+                        [state["step"] for state in states],
+                        foreach=not is_fused,
+                        fused=is_fused,
+                        found_inf=bad,
+                        amsgrad=False,
+                        beta1=beta1,
+                        beta2=beta2,
+                        lr=learning_rate(group),
+                        weight_decay=float(group["weight_decay"]),
+                        eps=float(group["eps"]),
+                        maximize=False,
+                    )
 
     def _pipeline(
         self,
@@ -382,7 +432,8 @@ class Engine:
         A parameter without a gradient sends zeros: the sizes of messages were agreed before.
         """
         with self._deferring(step, "reading momentum"):
-            targets = [place.tensor for place in places]
+            if not (targets := [place.tensor for place in places]):
+                return
             staging = on_host(targets) if self._is_staged else targets
             by_group: dict[int, list[tuple[Piece, Tensor, Tensor]]] = defaultdict(list)
             for place, target in zip(places, staging, strict=True):
@@ -406,7 +457,7 @@ class Engine:
                     for (piece, _, target), values in zip(rows, out, strict=True):
                         target.copy_(self.rule.pre(values, piece))
             if self._is_staged:
-                send_up(staging, targets)
+                torch._foreach_copy_(targets, staging, non_blocking=True)
             return
         for place in places:  # reached only if the body has failed
             place.tensor.fill_(math.nan)
@@ -454,7 +505,7 @@ class Engine:
         """Apply results, or keep them for the rule's `post`."""
         with self._deferring(step, "updating matrices"):
             results = [place.tensor for place in places]
-            if self._is_staged:
+            if self._is_staged and results:
                 results = bring_down(results)
             pieces = [self._piece(step, place) for place in places]
             pairs = zip(pieces, results, strict=True)
@@ -483,8 +534,9 @@ class Engine:
             try:
                 for piece in pieces:
                     piece.state = piece.stored_state()
-                    if self.rule.sets_weights and piece.remainder is not None:
-                        piece.weight = piece.weight + piece.remainder
+                    remainder = piece.local.state.get(ROUNDED_OFF)
+                    if self.rule.sets_weights and remainder is not None:
+                        piece.weight = piece.weight + piece.region.view(remainder)
                 with record_function("amo::post"):
                     updates = self.rule.post([x for _, x in step.results], pieces, sums)
             finally:
@@ -521,16 +573,17 @@ class Engine:
             with record_function("amo::update"), contextlib.ExitStack() as stack:
                 first, updates = batch[0][0], [update for _, update in batch]
                 weights = [piece.weight for piece, _ in batch]
-                if first.remainder is not None:
-                    rounded = first.region.view(first.local.weight)
-                    weights = [stack.enter_context(master_weight(rounded, first.remainder))]
+                if ROUNDED_OFF in first.local.state:
+                    region, remainder = first.region, first.local.state[ROUNDED_OFF]
+                    lent = master_weight(region.view(first.local.weight), region.view(remainder))
+                    weights = [stack.enter_context(lent)]
                 if self.rule.sets_weights:
                     set_weights(weights, updates, bad=step.skip_mask)
                     continue
                 apply_update(
                     weights,
                     updates,
-                    lr=first.lr,
+                    lr=learning_rate(first.group),
                     weight_decay=float(first.group["weight_decay"]),
                     scale=[piece.scale for piece, _ in batch],
                     cautious=self.config.cautious_decay,
@@ -565,22 +618,20 @@ class Engine:
         """Assign owners anew; a collective over the world, which may wait."""
         # The old buffers are freed first; and if this fails, all ranks plan anew.
         self._bucket_lists, self._sent, self._owner_epoch = [], [], None
-        matrices = self.parameters.matrices
-        plans = self._exchange_plans(range(len(matrices)), orders.schedules, self.wire)
-        texts = {ranks: plan.digest for ranks, plan, _ in plans}
-        plans = [p for p in plans if p[1].buckets or p[1].local]
-        bucket_lists: list[list[Bucket]] = []
+        world, indices = self._world, range(len(self.parameters.matrices))
         try:
-            for _, plan, group in plans:
-                bucket_lists.append(self._make_buckets(plan, group, self.wire))
+            exchanges = self._exchanges(indices, orders.schedules, self.wire)
+            digests = [plan.digest for plan, _ in exchanges]
         except Exception as error:
-            if self._world.group is None:
+            if world.group is None:
                 raise
             text = failure_text(f"step {orders.step}: allocating buffers", error)
-            texts = dict.fromkeys(texts, text)
-        check_alike_by_ranks("exchange plan", texts, self._world.group)
-        self._bucket_lists, self._owner_epoch = bucket_lists, orders.owner_epoch
-        self._sent = [plan.num_sent() for _, plan, _ in plans]
+            exchanges, digests = [], [text] * len(world.groups_by_ranks)
+        texts = dict(zip(world.groups_by_ranks, digests, strict=True))
+        check_alike_by_ranks("exchange plan", texts, world.group)
+        self._bucket_lists = [buckets for _, buckets in exchanges]
+        self._sent = [plan.num_sent() for plan, _ in exchanges]
+        self._owner_epoch = orders.owner_epoch
 
     def buckets_to_measure(
         self, names: Collection[str], schedules: Sequence[Schedule], first_owner: int = 0
@@ -597,11 +648,10 @@ class Engine:
         Returns:
             Buckets, and the elements that they send by peer.
         """
-        matrices, dtype = self.parameters.matrices, torch.float32
-        indices = [i for i, matrix in enumerate(matrices) if matrix.name in names]
-        plans = self._exchange_plans(indices, schedules, dtype, first_owner)
-        buckets = [self._make_buckets(plan, group, dtype) for _, plan, group in plans]
-        return [*itertools.chain(*buckets)], [plan.num_sent() for _, plan, _ in plans]
+        indices = [i for i, one in enumerate(self.parameters.matrices) if one.name in names]
+        exchanges = self._exchanges(indices, schedules, torch.float32, first_owner)
+        buckets = itertools.chain.from_iterable(buckets for _, buckets in exchanges)
+        return list(buckets), [plan.num_sent() for plan, _ in exchanges]
 
     def gather_momentum(self, step: Step, measurement: Measurement) -> Iterator[tuple[int, Tensor]]:
         """Gather momentum to measure: index and whole matrix of each that this rank gets."""
@@ -612,20 +662,14 @@ class Engine:
                 pass
             yield from zip(bucket.owned, bucket.wholes, strict=True)
 
-    def _make_buckets(
-        self, plan: ExchangePlan, group: dist.ProcessGroup | None, dtype: torch.dtype
-    ) -> list[Bucket]:
-        matrices = self.parameters.matrices
-        return make_buckets(plan, matrices, group=group, device=self.device, dtype=dtype)
-
-    def _exchange_plans(
+    def _exchanges(
         self,
         indices: Sequence[int],
         schedules: Sequence[Schedule],
         dtype: torch.dtype,
         first_owner: int | None = None,
-    ) -> list[tuple[tuple[int, ...], ExchangePlan, dist.ProcessGroup | None]]:
-        """The plan of each set of ranks that shares matrices with this one, and its group.
+    ) -> list[tuple[ExchangePlan, list[Bucket]]]:
+        """The plan and the buckets of each set of ranks that shares matrices with this one.
 
         Args:
             indices: Indices of the matrices to exchange.
@@ -635,31 +679,28 @@ class Engine:
                 return.
         """
         world, config, matrices = self._world, self.config, self.parameters.matrices
-        costs = [float(schedules[i].num_steps * ns_step_flops(*matrices[i].shape)) for i in indices]
-        jobs = [
-            dataclasses.replace(job, matrix=indices[job.matrix])
-            for job in assign(
-                [matrices[i] for i in indices],
-                costs,
-                ownership=config.ownership,
-                first_owner=first_owner or 0,
-            )
-        ]
-        if first_owner is not None:
-            jobs = [dataclasses.replace(job, targets=()) for job in jobs]
-        plans = []
+        pairs = zip(schedules, matrices, strict=True)
+        jobs = assign(
+            matrices,
+            [float(schedule.num_steps * ns_step_flops(*one.shape)) for schedule, one in pairs],
+            indices=indices,
+            ownership=config.ownership,
+            first_owner=first_owner or 0,
+            returns=first_owner is None,
+        )
+        exchanges = []
         for ranks, group in world.groups_by_ranks.items():
-            own_jobs = [job for job in jobs if tuple(sorted(matrices[job.matrix].ranks)) == ranks]
             plan = plan_exchange(
                 matrices,
-                own_jobs,
+                [job for job in jobs if tuple(sorted(matrices[job.matrix].ranks)) == ranks],
                 rank=world.rank,
                 peers=ranks if group is None else dist.get_process_group_ranks(group),
                 itemsize=dtype.itemsize,
                 bucket_bytes=config.bucket_bytes,
             )
-            plans.append((ranks, plan, group))
-        return plans
+            buckets = make_buckets(plan, matrices, group=group, device=self.device, dtype=dtype)
+            exchanges.append((plan, buckets))
+        return exchanges
 
     # ---------------------------------------------------------------- figures
 

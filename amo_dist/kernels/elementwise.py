@@ -1,4 +1,4 @@
-"""Momentum, Nesterov and the decoupled update, on lists of local tensors, on any device.
+"""Momentum, Nesterov, the decoupled update, master weights: local tensors on any device.
 
 Everything is elementwise, so on a CPU a shard gets the same bits as the same region of the whole.
 That rules out ``add(..., alpha=...)``: its vectorised body uses a fused multiply-add and its scalar
@@ -10,6 +10,7 @@ foreach product with a number rounds the number to bfloat16 first, and 0.95 beco
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,9 @@ import torch
 from torch import Tensor
 
 Tensors = Sequence[Tensor]
+
+ROUNDED_OFF = "rounded_off"
+"""Name of an optimizer's state: float32, the remainder that rounding took off a parameter."""
 
 _GROUP_ELEMENTS = 2**25
 """Elements, about, of the tensors that are computed together: float32 copies of narrow tensors take
@@ -232,6 +236,26 @@ def set_weights(targets: Tensors, values: Tensors, *, bad: Tensor | None = None)
         if bad is not None:
             value = torch.where(bad, target, value.to(target.dtype))
         target.copy_(value)
+
+
+@contextlib.contextmanager
+def master_weight(weight: Tensor, remainder: Tensor) -> Iterator[Tensor]:
+    """Lend the float32 master weight of bfloat16 values, and round it off at the end.
+
+    Rounded to nearest, an update below half the spacing of a parameter (2^-9 of it, relatively) is
+    lost whole, step after step. The remainder that rounding took off is therefore kept as state:
+    parameter and remainder add up to the master weight, exactly. The remainder begins as zeros,
+    whatever the parameter; a parameter that the user overwrites keeps its old one, which is at most
+    half of the spacing of its old value.
+
+    Args:
+        weight: Rounded weight, or a part of one; bfloat16.
+        remainder: Remainder, float32, of the same shape.
+    """
+    wide = weight + remainder
+    yield wide
+    weight.copy_(wide)
+    remainder.copy_(wide).sub_(weight)
 
 
 def _cautious(values: Tensor, updates: Tensor, kept: float | Tensor) -> Tensor:

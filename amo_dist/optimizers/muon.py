@@ -50,7 +50,6 @@ from amo_dist.engine.parameters import (
     split_groups,
 )
 from amo_dist.engine.rule import UpdateRule
-from amo_dist.engine.staging import device_of_matrices
 from amo_dist.engine.step import Engine, Measurement, Orders
 from amo_dist.engine.world import World, agree_on_world
 from amo_dist.operators.patterns import format_patterns
@@ -188,8 +187,7 @@ class Muon(torch.optim.Optimizer):
     def _assemble(self, state: ScheduleState, parameters: Parameters | None = None) -> None:
         """Make the engine, which goes on from a state of schedules."""
         parameters = parameters or lay_out(self.param_groups, self._structure)
-        device = device_of_matrices(parameters.tensors, parameters.device)
-        config = state.config.on_device(device.type)
+        config = state.config.on_device(parameters.matrix_device.type)
         self.defaults |= {"momentum": config.momentum, "nesterov": config.nesterov}
         self._engine = Engine(
             parameters,

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from amo_dist.compat import load_hooks
 from amo_dist.config import fail
 from amo_dist.distributed.layout import local_tensor
-from amo_dist.kernels.rounding import ROUNDED_OFF
+from amo_dist.kernels.elementwise import ROUNDED_OFF
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from amo_dist.distributed.bucket import Bucket, Place, make_buckets
-from amo_dist.distributed.ownership import assign
-from amo_dist.distributed.plan import plan_exchange
+from amo_dist.distributed.plan import assign, plan_exchange
 from amo_dist.engine.step import Engine
 from tests.layouts import Model, local_tensor
 

@@ -135,7 +135,7 @@ def post_without_memory(
 FAILING: dict[str, tuple[type[Muon], Any, str, Any]] = {
     "updating momentum": (NorMuon, one_step, "update_momentum", FULL),
     "reading momentum": (NorMuon, one_step, "nesterov", FULL),
-    "AdamW": (NorMuon, one_step, "adamw_step", FULL),
+    "AdamW": (NorMuon, one_step, "adamw", FULL),
     "updating matrices": (Muon, one_step, "apply_update", FULL),
     "finishing updates": (NorMuon, NorMuonRule, "post", post_without_memory),
 }

@@ -172,6 +172,6 @@ def test_a_locked_step_waits_for_each_bucket_to_come_down(run_on: Ranks, backend
             # The results of a bucket are downloaded; no upload waits. On NCCL the ballot uploads
             # whether gradients are good, and downloads the maximum of all ranks; on gloo it
             # downloads whether updates were finite.
-            expected = Counter({"synchronize at engine/staging.py": run.num_buckets})
+            expected = Counter({"synchronize at distributed/bucket.py": run.num_buckets})
             expected["_to_copy at engine/ballot.py"] = 2 if backends == NCCL else 1
             assert by_file == expected

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from amo_dist import AMO, AMOConfig, Muon, MuonConfig, param_groups
 from amo_dist.distributed.layout import layout_of, make_matrix
-from amo_dist.distributed.ownership import assign
+from amo_dist.distributed.plan import assign
 from amo_dist.schedule.allocate import ns_step_flops
 from tests.distributed import models
 from tests.distributed.harness import Ranks

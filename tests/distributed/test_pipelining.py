@@ -122,7 +122,7 @@ def fail_once(rank: int, world_size: int) -> None:
     under_way = buffers(optimizer)  # held, so that no other tensor gets their memory
     assert under_way
     with (
-        mock.patch("amo_dist.engine.step.adamw_step", side_effect=KeyboardInterrupt("meanwhile")),
+        mock.patch("amo_dist.engine.step.adamw", side_effect=KeyboardInterrupt("meanwhile")),
         pytest.raises(KeyboardInterrupt, match="meanwhile"),
     ):
         step(model, optimizer.step, 3)

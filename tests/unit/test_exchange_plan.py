@@ -6,8 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from amo_dist.distributed.ownership import Job, assign
-from amo_dist.distributed.plan import BucketPlan, ExchangePlan, Held, plan_exchange
+from amo_dist.distributed.plan import BucketPlan, ExchangePlan, Held, Job, assign, plan_exchange
 from tests.layouts import Model, build, local_tensor, models
 from tests.ledger import Volume, predict, sent_by_pair, sent_by_plan
 

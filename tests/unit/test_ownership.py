@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from amo_dist.distributed.layout import Matrix
-from amo_dist.distributed.ownership import Job, assign, load_by_rank
+from amo_dist.distributed.plan import Job, assign, load_by_rank
 from tests.layouts import Model, build, models
 from tests.ledger import sent_by_pair
 

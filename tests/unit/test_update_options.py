@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from amo_dist import AdaMuon, Fused, Muon, MuonConfig, NorMuon, param_groups
-from amo_dist.kernels.elementwise import apply_update, update_scale
-from amo_dist.kernels.rounding import master_weight
+from amo_dist.kernels.elementwise import apply_update, master_weight, update_scale
 from tests import runs
 from tests.distributed import models
 from tests.simulated_device import simulated_device

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from amo_dist.distributed.layout import Matrix
-from amo_dist.distributed.ownership import Job
+from amo_dist.distributed.plan import Job
 
 
 def sent_by_owner(

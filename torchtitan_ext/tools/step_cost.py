@@ -15,8 +15,7 @@ from torch.distributed.tensor import Replicate, Shard
 from amo_dist.config import MuonConfig
 from amo_dist.distributed.bucket import BUCKETS_IN_FLIGHT
 from amo_dist.distributed.layout import Matrix, make_matrix, mesh_layout
-from amo_dist.distributed.ownership import Job, assign
-from amo_dist.distributed.plan import BucketPlan, count_elements, plan_exchange
+from amo_dist.distributed.plan import BucketPlan, Job, assign, count_elements, plan_exchange
 from amo_dist.schedule.allocate import ns_step_flops
 from amo_dist.schedule.types import MatrixInfo
 from torchtitan_ext.tools.ledger import sent_by_rank
