@@ -162,7 +162,7 @@ def owned_batches(
     matrices = lay_out(registry, ranks)
     costs = [float(steps * ns_step_flops(*info.shape)) for info in registry]
     jobs = assign(matrices, costs, ownership=ownership)
-    loads = load_by_rank(jobs, costs)
+    loads = load_by_rank({job.matrix: job.owner for job in jobs}, costs)
     plan = plan_exchange(
         matrices,
         jobs,

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from amo_dist.distributed.layout import Matrix, Region, as_matrix
+from amo_dist.distributed.layout import Matrix, Region
 from amo_dist.distributed.plan import BucketPlan, ByPeer, ExchangePlan, Held, count_elements
 
 BUCKETS_IN_FLIGHT = 2
@@ -183,7 +183,7 @@ def _pack(transfers: Sequence[ByPeer], dtype: torch.dtype, device: torch.device)
         regions = list(_flat(by_peer))
         parts = memory.view(dtype).split([region.num_elements for _, region in regions])
         places = [
-            Place(matrix, region, as_matrix(part.view(region.source_shape)))
+            Place(matrix, region, part.view(region.source_shape[-2:]))
             for (matrix, region), part in zip(regions, parts, strict=True)
         ]
         packed.append(_Packed(memory, sizes[index], places))

@@ -430,19 +430,12 @@ def make_matrix(
     )
 
 
-def as_matrix(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor without its leading dims, which all have size 1; shares memory."""
-    return tensor if tensor.dim() == 2 else tensor.view(tensor.shape[-2:])
-
-
-def cut(local: torch.Tensor, box: Box) -> torch.Tensor:
-    """The box of a local tensor, as a matrix; shares memory."""
-    if all(stop - start == size for (start, stop), size in zip(box, local.shape, strict=True)):
-        return as_matrix(local)
-    return as_matrix(local[tuple(slice(start, stop) for start, stop in box)])
-
-
 def cut_like(value: torch.Tensor, box: Box, shape: torch.Size) -> torch.Tensor:
-    """The box of a tensor in this shape; a dim in which it has size 1 is kept whole."""
-    pairs = zip(box, value.shape, shape, strict=True)
-    return cut(value, tuple(edge if size == whole else (0, 1) for edge, size, whole in pairs))
+    """The box of a tensor in this shape, as a matrix; a dim in which it has size 1 is kept whole.
+
+    Shares memory. Leading dims of the box have one element.
+    """
+    edges = zip(box, value.shape, shape, strict=True)
+    slices = tuple(slice(*edge) if size == whole else slice(1) for edge, size, whole in edges)
+    part = value[slices]
+    return part if part.dim() == 2 else part.view(part.shape[-2:])

@@ -83,7 +83,9 @@ def assign(
             # Matrices with one candidate come first: the others fill up around them.
             order = sorted(own, key=lambda i: (len(candidates[i]) > 1, -costs[i], matrices[i].name))
             balanced = _least_loaded(order, candidates, costs)
-            choice = min(choice, balanced, key=lambda owners: _greatest_load(owners, costs))
+            choice = min(
+                choice, balanced, key=lambda owners: max(load_by_rank(owners, costs).values())
+            )
         owners |= choice
     jobs = []
     for index in sorted(owners):
@@ -93,11 +95,11 @@ def assign(
     return jobs
 
 
-def load_by_rank(jobs: Sequence[Job], costs: Sequence[float]) -> dict[int, float]:
-    """Summed cost of the jobs of each rank that owns any."""
+def load_by_rank(owners: Mapping[int, int], costs: Sequence[float]) -> dict[int, float]:
+    """Summed cost of the matrices of each rank that owns any, of owners by matrix."""
     loads: dict[int, float] = defaultdict(float)
-    for job in jobs:
-        loads[job.owner] += costs[job.matrix]
+    for index, owner in owners.items():
+        loads[owner] += costs[index]
     return dict(loads)
 
 
@@ -105,13 +107,6 @@ def _candidates(matrix: Matrix) -> tuple[int, ...]:
     """Ranks that may own a matrix: those that hold it whole if there are any, else all."""
     whole = (rank for rank in matrix.ranks if matrix.num_held(rank) == matrix.num_elements)
     return tuple(whole) or tuple(matrix.ranks)
-
-
-def _greatest_load(owners: Mapping[int, int], costs: Sequence[float]) -> float:
-    loads: dict[int, float] = defaultdict(float)
-    for index, owner in owners.items():
-        loads[owner] += costs[index]
-    return max(loads.values())
 
 
 def _round_robin(

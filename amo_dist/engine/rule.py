@@ -13,7 +13,7 @@ from torch.profiler import record_function
 
 from amo_dist.config import MathConfig
 from amo_dist.distributed.layout import Matrix
-from amo_dist.engine.parameters import Param, Piece
+from amo_dist.engine.parameters import Param, Parameters, Piece
 from amo_dist.engine.world import World
 from amo_dist.kernels.elementwise import update_scale
 
@@ -144,28 +144,24 @@ class MatrixSums:
     up for missing calls, so that no rank waits for another.
 
     Args:
-        matrices: Matrices of this process.
+        parameters: Parameters and matrices of this process.
         sizes: Number of elements of each sum, call by call, for each matrix.
         pieces: Pieces of this rank, in the order of shares.
         world: Says which ranks share matrices.
-        dtype: Dtype of shares and totals.
-        device: Device over which ranks add up.
-        home: Device of shares and totals, which go to ``device`` and back.
+        dtype: Dtype of shares and totals, which lie on the device of the parameters.
     """
 
     def __init__(
         self,
-        matrices: Sequence[Matrix],
+        parameters: Parameters,
         sizes: Sequence[tuple[int, ...]],
         pieces: Sequence[Piece],
         world: World,
         dtype: torch.dtype,
-        device: torch.device,
-        home: torch.device,
     ) -> None:
-        self._matrices, self._sizes, self._pieces = matrices, sizes, pieces
-        self._world, self._dtype, self._device, self._home = world, dtype, device, home
-        self._indices = {matrix.name: index for index, matrix in enumerate(matrices)}
+        self._parameters, self._sizes, self._pieces = parameters, sizes, pieces
+        self._world, self._dtype = world, dtype
+        self._indices = {matrix.name: index for index, matrix in enumerate(parameters.matrices)}
         self._num_left = max(map(len, sizes), default=0)
         self._num_calls = 0
         self.error: Exception | None = None
@@ -191,7 +187,7 @@ class MatrixSums:
                 index = self._indices[piece.matrix.name]
                 totals[index] = totals[index] + share if index in totals else share
         totals = self._reduce(totals)
-        zero = torch.zeros(1, dtype=self._dtype, device=self._home)
+        zero = torch.zeros(1, dtype=self._dtype, device=self._parameters.device)
         return [totals.get(self._indices[piece.matrix.name], zero) for piece in self._pieces]
 
     def finish(self) -> None:
@@ -209,7 +205,7 @@ class MatrixSums:
                     shared = [
                         index
                         for index, size in sizes.items()
-                        if size and tuple(sorted(self._matrices[index].ranks)) == ranks
+                        if size and tuple(sorted(self._parameters.matrices[index].ranks)) == ranks
                     ]
                     if shared and group is not None:
                         self._add_up(totals, [(index, sizes[index]) for index in shared], group)
@@ -222,12 +218,12 @@ class MatrixSums:
         self, totals: dict[int, Tensor], shared: list[tuple[int, int]], group: dist.ProcessGroup
     ) -> None:
         """All-reduce the totals of some matrices as one vector, in place."""
+        device = self._parameters.matrix_device
         zeros = {
-            size: torch.zeros(size, dtype=self._dtype, device=self._device)
+            size: torch.zeros(size, dtype=self._dtype, device=device)
             for size in {size for _, size in shared}
         }
-        parts = [totals.get(index, zeros[size]).to(self._device) for index, size in shared]
-        vector = torch.cat(parts)
+        vector = torch.cat([totals.get(index, zeros[size]).to(device) for index, size in shared])
         dist.all_reduce(vector, group=group)
-        sums = vector.to(self._home).split([size for _, size in shared])
+        sums = vector.to(self._parameters.device).split([size for _, size in shared])
         totals.update({index: total for (index, _), total in zip(shared, sums, strict=True)})

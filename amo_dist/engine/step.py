@@ -35,7 +35,7 @@ from collections.abc import (
     MutableMapping,
     Sequence,
 )
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -53,7 +53,7 @@ from amo_dist.distributed.bucket import (
     on_host,
 )
 from amo_dist.distributed.layout import Region, flattened, zeros_per_view
-from amo_dist.distributed.plan import ExchangePlan, assign, plan_exchange
+from amo_dist.distributed.plan import assign, plan_exchange
 from amo_dist.distributed.ranks import (
     GroupLike,
     Membership,
@@ -90,14 +90,26 @@ Groups: TypeAlias = Sequence[Mapping[str, Any]]
 State: TypeAlias = MutableMapping[Tensor, dict[str, Tensor]]
 
 
+class Exchange(NamedTuple):
+    """The buckets of one set of ranks that shares matrices with this one."""
+
+    digest: str
+    """Digest of the plan, the same on all of these ranks."""
+    buckets: list[Bucket]
+    """Buckets, in the order in which they travel."""
+    sent: Mapping[int, int]
+    """Elements sent to each other peer in a step."""
+    itemsize: int
+    """Bytes of an element."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Measurement:
     """A measurement of some matrices, made by one rank that has each of them whole.
 
     Attributes:
         names: Names of the matrices to measure.
-        buckets: Exchange that brings each to its rank, in float32; made for this step alone.
-        sent: Elements that it sends by peer.
+        exchanges: Exchanges that bring each to its rank, in float32; made for this step alone.
         measure: Called with a matrix's momentum ``(m, n)`` and its schedule; the result is 1-D.
         width: Number of values of each matrix.
         take: Called with the values by name on all ranks, before a failure is raised. The first
@@ -105,8 +117,7 @@ class Measurement:
     """
 
     names: Sequence[str]
-    buckets: Sequence[Bucket]
-    sent: Sequence[Mapping[int, int]]
+    exchanges: Sequence[Exchange]
     measure: Callable[[Tensor, Schedule], Tensor]
     width: int
     take: Callable[[dict[str, list[float]]], None]
@@ -217,12 +228,10 @@ class Engine:
             index for param in parameters.params for index in range(len(param.views))
         ]
         self._owner_epoch: Hashable = None
-        self._bucket_lists: list[list[Bucket]] = []
-        """Buckets of each set of ranks that shares matrices with this one."""
-        self._sent: Sequence[Mapping[int, int]] = []
-        """Elements sent in a step by peer, for each of these sets."""
-        self._sent_bytes: list[tuple[Mapping[int, int], int]] = []
-        """Elements sent in the last step by peer, and bytes of one, for each exchange."""
+        self._exchanges: list[Exchange] = []
+        """Exchanges of training, which serve step after step."""
+        self._last_exchanges: list[Exchange] = []
+        """Exchanges of the last step, for figures."""
         self._norms: list[tuple[float, Tensor]] = []
         """`Step.norms` of the last step, for metrics."""
 
@@ -297,7 +306,7 @@ class Engine:
         """
         if orders.owner_epoch != self._owner_epoch:
             self._assign_owners(orders)
-        self._sent_bytes = [(counts, self.wire.itemsize) for counts in self._sent]
+        self._last_exchanges = list(self._exchanges)
         params = [
             LocalParam(param, self.state[param.tensor], grad)
             for param, grad in zip(self.parameters.params, verdict.grads, strict=True)
@@ -308,14 +317,16 @@ class Engine:
             self._update_momentum(step)
             # AdamW runs under the first gather.
             adamw: Callable[[], None] | None = functools.partial(self._adamw, step)
-            for buckets in self._bucket_lists or [[]]:  # AdamW runs without any bucket, too
-                self._pipeline(step, buckets, adamw)
+            for exchange in self._exchanges:
+                self._pipeline(step, exchange.buckets, adamw)
                 adamw = None
+            if adamw is not None:
+                adamw()
             if self.rule.has_post and self.parameters.matrices:
                 self._post(step)
         except BaseException:
             # Messages still under way must not arrive in the buffers of a later step.
-            self._owner_epoch, self._bucket_lists = None, []
+            self._owner_epoch, self._exchanges = None, []
             raise
         self._norms = step.norms
         self._ballots.report_updates(step.outcomes, step.skip_mask)
@@ -521,15 +532,8 @@ class Engine:
         if self.rule.scalar_state:
             step.results.extend(self._empty_results(step))
         pieces = [piece for piece, _ in step.results]
-        sums = MatrixSums(
-            self.parameters.matrices,
-            self._sum_sizes,
-            pieces,
-            self._world,
-            self.rule.sum_dtype,
-            self.device,
-            self.parameters.device,
-        )
+        parameters, dtype = self.parameters, self.rule.sum_dtype
+        sums = MatrixSums(parameters, self._sum_sizes, pieces, self._world, dtype)
         with self._deferring(step, "finishing updates"):
             try:
                 for piece in pieces:
@@ -617,11 +621,11 @@ class Engine:
     def _assign_owners(self, orders: Orders) -> None:
         """Assign owners anew; a collective over the world, which may wait."""
         # The old buffers are freed first; and if this fails, all ranks plan anew.
-        self._bucket_lists, self._sent, self._owner_epoch = [], [], None
+        self._exchanges, self._owner_epoch = [], None
         world, indices = self._world, range(len(self.parameters.matrices))
         try:
-            exchanges = self._exchanges(indices, orders.schedules, self.wire)
-            digests = [plan.digest for plan, _ in exchanges]
+            exchanges = self._make_exchanges(indices, orders.schedules, self.wire)
+            digests = [exchange.digest for exchange in exchanges]
         except Exception as error:
             if world.group is None:
                 raise
@@ -629,47 +633,41 @@ class Engine:
             exchanges, digests = [], [text] * len(world.groups_by_ranks)
         texts = dict(zip(world.groups_by_ranks, digests, strict=True))
         check_alike_by_ranks("exchange plan", texts, world.group)
-        self._bucket_lists = [buckets for _, buckets in exchanges]
-        self._sent = [plan.num_sent() for plan, _ in exchanges]
-        self._owner_epoch = orders.owner_epoch
+        self._exchanges, self._owner_epoch = exchanges, orders.owner_epoch
 
-    def buckets_to_measure(
+    def exchanges_to_measure(
         self, names: Collection[str], schedules: Sequence[Schedule], first_owner: int = 0
-    ) -> tuple[list[Bucket], list[Mapping[int, int]]]:
-        """An exchange that brings each of some matrices to one rank, and sends nothing back.
+    ) -> list[Exchange]:
+        """Exchanges that bring each of some matrices to one rank, and send nothing back.
 
-        It follows from what all ranks know, and communicates nothing.
+        They follow from what all ranks know, and communicate nothing.
 
         Args:
             names: Names of the matrices.
             schedules: Schedule of each matrix of this process.
             first_owner: Turn of the owners.
-
-        Returns:
-            Buckets, and the elements that they send by peer.
         """
         indices = [i for i, one in enumerate(self.parameters.matrices) if one.name in names]
-        exchanges = self._exchanges(indices, schedules, torch.float32, first_owner)
-        buckets = itertools.chain.from_iterable(buckets for _, buckets in exchanges)
-        return list(buckets), [plan.num_sent() for plan, _ in exchanges]
+        return self._make_exchanges(indices, schedules, torch.float32, first_owner)
 
     def gather_momentum(self, step: Step, measurement: Measurement) -> Iterator[tuple[int, Tensor]]:
         """Gather momentum to measure: index and whole matrix of each that this rank gets."""
-        self._sent_bytes += [(counts, torch.float32.itemsize) for counts in measurement.sent]
-        for bucket in measurement.buckets:
+        self._last_exchanges += measurement.exchanges
+        buckets = [exchange.buckets for exchange in measurement.exchanges]
+        for bucket in itertools.chain.from_iterable(buckets):
             self._pack_momentum(step, bucket.outgoing)
             for _ in bucket.gather():
                 pass
             yield from zip(bucket.owned, bucket.wholes, strict=True)
 
-    def _exchanges(
+    def _make_exchanges(
         self,
         indices: Sequence[int],
         schedules: Sequence[Schedule],
         dtype: torch.dtype,
         first_owner: int | None = None,
-    ) -> list[tuple[ExchangePlan, list[Bucket]]]:
-        """The plan and the buckets of each set of ranks that shares matrices with this one.
+    ) -> list[Exchange]:
+        """The exchange of each set of ranks that shares matrices with this one.
 
         Args:
             indices: Indices of the matrices to exchange.
@@ -699,7 +697,7 @@ class Engine:
                 bucket_bytes=config.bucket_bytes,
             )
             buckets = make_buckets(plan, matrices, group=group, device=self.device, dtype=dtype)
-            exchanges.append((plan, buckets))
+            exchanges.append(Exchange(plan.digest, buckets, plan.num_sent(), dtype.itemsize))
         return exchanges
 
     # ---------------------------------------------------------------- figures
@@ -707,9 +705,9 @@ class Engine:
     def sent_bytes_by_peer(self) -> dict[int, int]:
         """Bytes of matrices that this rank sent in the last step, by global rank of the peer."""
         total = Counter[int]()
-        for counts, itemsize in self._sent_bytes:
-            for peer, count in counts.items():
-                total[peer] += count * itemsize
+        for exchange in self._last_exchanges:
+            for peer, count in exchange.sent.items():
+                total[peer] += count * exchange.itemsize
         return dict(total)
 
     def metrics(self) -> dict[str, float]:
@@ -717,7 +715,7 @@ class Engine:
         bounded = sum(
             int(((norms > 0) & (norms < least)).sum().item()) for least, norms in self._norms
         )
-        elements = sum(sum(counts.values()) for counts, _ in self._sent_bytes)
+        elements = sum(sum(exchange.sent.values()) for exchange in self._last_exchanges)
         return {
             "newton_schulz/bounded": float(bounded),
             "exchange/sent_bytes": float(sum(self.sent_bytes_by_peer().values())),

@@ -365,9 +365,9 @@ class Muon(torch.optim.Optimizer):
             self._observe_seconds += time.perf_counter() - start
             return measured
 
-        buckets, sent = self._engine.buckets_to_measure(names, schedules)
+        exchanges = self._engine.exchanges_to_measure(names, schedules)
         take = functools.partial(self._record, step)
-        return Measurement(names, buckets, sent, measure, 2 + len(table), take)
+        return Measurement(names, exchanges, measure, 2 + len(table), take)
 
     def _record(self, step: int, observed: Mapping[str, Sequence[float]]) -> None:
         """Hand an observation to the source, which plans at the last one; each rank by itself."""
@@ -391,9 +391,9 @@ class Muon(torch.optim.Optimizer):
     def _guard(self, step: int, name: str, turn: int, schedules: Sequence[Schedule]) -> Measurement:
         """The measurement of the residual of one matrix."""
         measure = functools.partial(measure_residual, engine=self._engine)
-        buckets, sent = self._engine.buckets_to_measure([name], schedules, turn)
+        exchanges = self._engine.exchanges_to_measure([name], schedules, turn)
         take = functools.partial(self._check_residual, step, name)
-        return Measurement([name], buckets, sent, measure, 1, take)
+        return Measurement([name], exchanges, measure, 1, take)
 
     def _check_residual(self, step: int, name: str, observed: dict[str, list[float]]) -> None:
         """Warn of a residual above the bound."""

@@ -94,8 +94,8 @@ CONFIG = MuonConfig(bucket_bytes=256)
 def buffers(optimizer: Muon) -> list[Tensor]:
     """Memory in which matrices travel and are put together."""
     found = list[Tensor]()
-    for buckets in optimizer._engine._bucket_lists:
-        for bucket in buckets:
+    for exchange in optimizer._engine._exchanges:
+        for bucket in exchange.buckets:
             if bucket.moves:
                 packed = (bucket._momentum_out, bucket._momentum_in)
                 packed += (bucket._results_out, bucket._results_in)

@@ -20,7 +20,7 @@ OWNERSHIP = st.sampled_from(["round_robin", "balanced"])
 
 
 def greatest(jobs: tuple[Job, ...], costs: list[float]) -> float:
-    return max(load_by_rank(jobs, costs).values())
+    return max(load_by_rank({job.matrix: job.owner for job in jobs}, costs).values())
 
 
 def draw_costs(data: st.DataObject, count: int) -> list[float]:
