@@ -647,7 +647,7 @@ class Engine:
             schedules: Schedule of each matrix of this process.
             first_owner: Turn of the owners.
         """
-        indices = [i for i, one in enumerate(self.parameters.matrices) if one.name in names]
+        indices = [i for i, matrix in enumerate(self.parameters.matrices) if matrix.name in names]
         return self._make_exchanges(indices, schedules, torch.float32, first_owner)
 
     def gather_momentum(self, step: Step, measurement: Measurement) -> Iterator[tuple[int, Tensor]]:
