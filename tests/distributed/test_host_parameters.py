@@ -118,8 +118,8 @@ def train(
             waits,
             sum(
                 bool(bucket.incoming)
-                for buckets in optimizer._engine._bucket_lists
-                for bucket in buckets
+                for exchange in optimizer._engine._exchanges
+                for bucket in exchange.buckets
             ),
         )
 
