@@ -74,7 +74,7 @@ def test_plans_of_64_ranks_for_a_70b_model() -> None:
     matrices = matrices_of_70b()
     costs = [float(matrix.num_elements) for matrix in matrices]
     jobs = assign(matrices, costs, ownership="balanced")
-    loads = load_by_rank(jobs, costs)
+    loads = load_by_rank({job.matrix: job.owner for job in jobs}, costs)
     mean = sum(costs) / NUM_RANKS
     assert max(loads.values()) <= mean + max(costs)  # one matrix more than the mean, at most
     plans = [

