@@ -41,7 +41,7 @@ STOPS = (
     "socket.socket.connect",
     "torch.distributed.init_process_group",
     "torch.distributed.launcher.api.launch_agent",
-    "torchtitan_ext.tools.tokenize.tokenize",
+    "datatrove.executor.local.LocalPipelineExecutor.run",
     "torchtitan_ext.train.main",
 )
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from torchtitan_ext.data import corpus
 from torchtitan_ext.data.loader import PackedLoader
-from torchtitan_ext.data.tokenizers import ByteTokenizer, identity
+from torchtitan_ext.data.tokenizers import ByteTokenizer
 
 END, TURN = "<|endoftext|>", "<|im_end|>"
 """Special tokens of :func:`bpe_folder`."""
@@ -39,7 +39,7 @@ def write_packed(
         np.cumsum([len(d) for d in documents], dtype="<u8").tofile(f"{path}.index")
         if scores:
             np.array(scores[task]).tofile(f"{path}.scores")
-    settings = {"tokenizer": identity(tokenizer), "tasks": len(tasks)}
+    settings = {"tokenizer": tokenizer.identity, "tasks": len(tasks)}
     settings["score_field"] = "score" if scores else ""
     (folder / corpus.SETTINGS).write_text(json.dumps(settings))
     return folder

@@ -15,10 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiktoken.load import load_tiktoken_bpe
 from tiktoken_ext import openai_public
+from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from tests.titan.data_corpus import BPE_SIZE, END, TURN, bpe_folder
 from torchtitan_ext.data import tokenizers
-from torchtitan_ext.data.tokenizers import ByteTokenizer, HFTokenizer, TiktokenTokenizer, identity
+from torchtitan_ext.data.tokenizers import ByteTokenizer, HFTokenizer, TiktokenTokenizer
 
 BPE = "bpe.tiktoken"
 
@@ -29,10 +30,10 @@ def tokenizer(kind: str) -> Any:
         return ByteTokenizer()
     if kind == "hf":
         return HFTokenizer(str(bpe_folder()))
-    return TiktokenTokenizer(str(bpe_folder() / BPE), kind)  # type: ignore[arg-type]
+    return TiktokenTokenizer(str(bpe_folder() / BPE))
 
 
-@pytest.mark.parametrize("kind", ["byte", "hf", "llama3", "cl100k_base"])
+@pytest.mark.parametrize("kind", ["byte", "hf", "tiktoken"])
 @settings(max_examples=40, deadline=None)  # the first example pays for the vocabulary
 @given(text=st.text(max_size=60) | st.sampled_from([f"{END}a{TURN}", " \n", "return x"]))
 def test_text_survives_and_no_special_token_comes_out_of_it(kind: str, text: str) -> None:
@@ -62,44 +63,47 @@ def texts() -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("name", ["llama3", "gpt2", "cl100k_base", "o200k_base"])
-def test_tokens_are_those_of_tiktoken(name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = load_tiktoken_bpe(str(bpe_folder() / BPE))
-    for reader in ("load_tiktoken_bpe", "data_gym_to_mergeable_bpe_ranks"):
-        monkeypatch.setattr(openai_public, reader, lambda *_, **__: ranks)
-    if name == "llama3":
-        special = {"<|end_of_text|>": BPE_SIZE + 1, "<|eot_id|>": BPE_SIZE + 9}
-        pattern = tokenizers.LLAMA3_PATTERN
-    else:
+@pytest.mark.parametrize("name", ["", "cl100k_base", "o200k_base"])
+def test_tokens_are_those_of_tiktoken(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = str(bpe_folder() / BPE)
+    ranks = load_tiktoken_bpe(path)
+    monkeypatch.setattr(openai_public, "load_tiktoken_bpe", lambda *_, **__: ranks)
+    monkeypatch.setattr("tiktoken.registry.ENCODINGS", {})
+    if name:
         constants = openai_public.ENCODING_CONSTRUCTORS[name]()
         special, pattern = constants["special_tokens"], constants["pat_str"]
+    else:
+        special = {"<|end_of_text|>": BPE_SIZE + 1, "<|eot_id|>": BPE_SIZE + 9}
+        special["<|reserved_special_token_247|>"] = BPE_SIZE + 255
+        pattern = TikTokenConverter().pattern
     stock = tiktoken.Encoding("x", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
-    ours = tokenizer(name)
+    ours = TiktokenTokenizer("" if name else path, name)
     assert [ours.encode(text) for text in texts()] == [stock.encode_ordinary(t) for t in texts()]
     assert {token: ours.encoding.encode_single_token(token) for token in special} == special
+    assert ours.get_vocab_size() == max(special.values()) + 1
     assert ours.eos_id == special.get(END, BPE_SIZE + 1)
     assert ours.decode([*b"a\xff"]) == stock.decode([*b"a\xff"])  # which is no UTF-8
-    assert "\ufffd" in "".join(ours.decode([token]) for token in range(256))
-    # The same encoding from tiktoken's cache, where it is not Llama's.
-    if name != "llama3":
-        assert identity(TiktokenTokenizer("", name)) == identity(ours)
 
 
-def test_an_identity_is_that_of_the_file_and_the_end_token(tmp_path: Path) -> None:
-    for name in ("tokenizer.json", "tokenizer_config.json", BPE):
-        shutil.copy(bpe_folder() / name, tmp_path / name)
-    builders: list[tuple[str, Callable[..., Any]]] = [
-        ("tokenizer.json", lambda eos="": HFTokenizer(str(tmp_path), eos)),
-        (BPE, lambda eos="": TiktokenTokenizer(str(tmp_path / BPE), "llama3", eos)),
-    ]
-    for name, make in builders:
-        before = identity(make())
-        assert before == identity(tokenizer("hf" if name == "tokenizer.json" else "llama3"))
-        assert identity(make(TURN if name == "tokenizer.json" else "<|eot_id|>")) != before
-        content = (tmp_path / name).read_bytes()
-        changed = content.replace(b" 599\n", b" 5990\n")
-        (tmp_path / name).write_bytes(changed.replace(b'_merges": true', b'_merges": false'))
-        assert identity(make()) != before
+@pytest.mark.parametrize(
+    ("name", "make", "end"),
+    [
+        ("tokenizer.json", HFTokenizer, TURN),
+        (BPE, lambda path, eos="": TiktokenTokenizer(f"{path}/{BPE}", "", eos), "<|eot_id|>"),
+    ],
+)
+def test_an_identity_is_that_of_the_file_and_the_end_token(
+    name: str, make: Callable[..., Any], end: str, tmp_path: Path
+) -> None:
+    for file in (name, "tokenizer_config.json"):
+        shutil.copy(bpe_folder() / file, tmp_path / file)
+    before = make(str(tmp_path)).identity
+    assert before == make(str(bpe_folder())).identity
+    assert make(str(tmp_path), end).identity != before
+    content = (tmp_path / name).read_bytes()
+    changed = content.replace(b" 599\n", b" 5990\n")
+    (tmp_path / name).write_bytes(changed.replace(b'_merges": true', b'_merges": false'))
+    assert make(str(tmp_path)).identity != before
 
 
 def test_the_end_token_may_be_another_than_that_of_the_config(tmp_path: Path) -> None:
@@ -114,11 +118,11 @@ def test_the_end_token_may_be_another_than_that_of_the_config(tmp_path: Path) ->
     [
         ({"path": "nowhere"}, "path"),
         ({"path": str(bpe_folder()), "eos_token": "<eos>"}, "eos_token"),
-        ({"path": str(bpe_folder() / "bpe.tiktoken"), "eos_token": "<eos>"}, "eos_token"),
         ({"kind": "tiktoken"}, "path"),
         ({"kind": "tiktoken", "path": str(bpe_folder() / "tokenizer.json")}, "path"),
         ({"kind": "tiktoken", "path": str(bpe_folder() / BPE), "eos_token": "<eos>"}, "eos_token"),
         ({"kind": "tiktoken", "encoding": "gpt2"}, "encoding"),
+        ({"kind": "tiktoken", "encoding": "gpt2", "path": str(bpe_folder() / BPE)}, "encoding"),
     ],
 )
 def test_what_makes_no_tokenizer_is_named(

@@ -19,7 +19,8 @@ _T = TypeVar("_T")
 
 _RANGES = {
     **dict.fromkeys(
-        ("training.steps", "training.seq_len", "training.local_batch_size"), (1, math.inf)
+        ("training.steps", "training.seq_len", "training.local_batch_size", "validator.freq"),
+        (1, math.inf),
     ),
     **dict.fromkeys(("optimizer.lr", "optimizer.weight_decay", "optimizer.eps"), (0, math.inf)),
     **dict.fromkeys(("optimizer.beta1", "optimizer.beta2"), (0, 1)),
@@ -77,8 +78,10 @@ def validate_config(config: Any, world_size: int | None = None) -> tuple[Any, li
         lambda: _check_ranges(config),
         lambda: losses.validate(config),
         lambda: optimizers.check_lock(config.optimizer, config.training.steps),
-        lambda: loader.validate(config),
+        lambda: loader.check(config.dataloader),
     ]
+    if config.validator.enable:
+        checks.append(lambda: loader.check(config.validator.dataloader))
     if world_size is not None:
         checks.append(lambda: check_batch(config, world_size))
     for check in checks:

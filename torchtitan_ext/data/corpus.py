@@ -16,21 +16,19 @@ import json
 import sysconfig
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from torchtitan.components.tokenizer import BaseTokenizer
 
-from torchtitan_ext.data.tokenizers import identity
+from torchtitan_ext.data.tokenizers import Tokenizer
 
 SETTINGS = "tokenize.json"
-OPEN_SHARDS = 128
-"""Shards that are open at a time, each with one file descriptor."""
-INDEX_TAIL = 4096
-"""Bytes at the end of an index by which a corpus is known again."""
+OPEN_SHARDS = 128  # files that are open at a time
+INDEX_TAIL = 4096  # bytes at the end of an index by which a corpus is known again
 
 Tokens = npt.NDArray[Any]
+Numbers = npt.NDArray[np.int64]
 
 
 def token_type(vocab_size: int) -> str:
@@ -43,54 +41,34 @@ def shard_path(folder: Path, task: int) -> Path:
     return folder / f"{task:05d}_unshuffled.ds"
 
 
-def read_settings(folder: Path) -> dict[str, Any]:
-    """Settings of a folder; empty where there are none.
-
-    Raises:
-        ValueError: If they cannot be understood.
-    """
-    path = folder / SETTINGS
-    try:
-        return dict(json.loads(path.read_text())) if path.exists() else {}
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: found no settings of `amo tokenize`: {error}") from None
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Corpus:
     """Documents in shards, as one row of tokens.
 
     The row has pieces: shards, or documents by their scores.
+
+    Attributes:
+        shards: Names of the shards.
+        read: Function that returns all tokens of a shard by its place in ``shards``.
+        ends: End of each piece in the row, in tokens.
+        shard_of: Shard of each piece.
+        offsets: Place of each piece in its shard, in tokens.
+        digest: Hexadecimal digest that tells the corpus from others.
+        vocab_size: Tokens of the tokenizer.
     """
 
     shards: Sequence[object]
-    """Names of the shards."""
     read: Callable[[int], Tokens]
-    """Function that returns all tokens of a shard."""
-    sizes: npt.NDArray[np.int64]
-    """Tokens of each piece."""
-    shard_of: npt.NDArray[np.int64]
-    """Shard of each piece."""
-    offsets: npt.NDArray[np.int64]
-    """Place of each piece in its shard."""
+    ends: Numbers
+    shard_of: Numbers
+    offsets: Numbers
     digest: str
-    """Hexadecimal digest that tells the corpus from others."""
     vocab_size: int
-    """Tokens of the tokenizer."""
-
-    @functools.cached_property
-    def ends(self) -> npt.NDArray[np.int64]:
-        """End of each piece in the row."""
-        return np.cumsum(self.sizes)
 
     @property
     def num_tokens(self) -> int:
         """Tokens of all documents, end tokens included."""
-        return int(self.sizes.sum())
-
-    def num_sequences(self, seq_len: int) -> int:
-        """Sequences of ``seq_len`` tokens, each with a label: no token is the label of two."""
-        return max(0, (self.num_tokens - 1) // seq_len)
+        return int(self.ends[-1]) if len(self.ends) else 0
 
     def sequence(self, number: int, seq_len: int) -> Tokens:
         """The tokens of a sequence and the one that follows it: (seq_len + 1,) int64.
@@ -118,7 +96,7 @@ class Corpus:
         return np.concatenate(parts)
 
 
-def open_packed(folder: str, tokenizer: BaseTokenizer, order: str = "uniform") -> Corpus:
+def open_packed(folder: str, tokenizer: Tokenizer, order: str = "uniform") -> Corpus:
     """The corpus in a folder.
 
     Args:
@@ -131,75 +109,70 @@ def open_packed(folder: str, tokenizer: BaseTokenizer, order: str = "uniform") -
         ValueError: If there is none, another tokenizer made it, or a shard is missing or damaged.
     """
     root = Path(folder).expanduser()
-    settings = read_settings(root)
-    if not settings:
+    try:
+        settings = json.loads((root / SETTINGS).read_text())
+        made_by, has_scores = settings["tokenizer"], bool(settings["score_field"])
+    except (OSError, LookupError, TypeError, ValueError) as error:
         raise ValueError(
-            f"dataloader.dataset_path: no {SETTINGS} in {folder!r}, expected a folder that "
-            "`amo tokenize` made"
-        )
-    if (kind := identity(tokenizer)) != settings["tokenizer"]:
+            f"dataloader.dataset_path: found {folder!r}, expected a folder that `amo tokenize` "
+            f"made: {error!r}"
+        ) from None
+    if tokenizer.identity != made_by:
         raise ValueError(
-            f"tokenizer.kind: found {kind}, expected {settings['tokenizer']}, which made the "
+            f"tokenizer.kind: found {tokenizer.identity}, expected {made_by}, which made the "
             f"tokens in {folder}"
         )
     sorts = order != "uniform"
-    if sorts and not settings["score_field"]:
+    if sorts and not has_scores:
         raise ValueError(
             f"dataloader.order: found {order!r}, expected 'uniform' for {folder!r}, which was "
             "tokenized without scores (`amo tokenize --score-field`)"
         )
     vocab_size = tokenizer.get_vocab_size()
     type_ = token_type(vocab_size)
-    digest = hashlib.sha256(kind.encode())
-    paths, ends_by_shard = [], []
+    digest = hashlib.sha256(made_by.encode())
+    paths, ends_by_shard, scores_by_shard = [], [], []
     for task in range(settings["tasks"]):
         path = shard_path(root, task)
-        ends = _document_ends(path, np.dtype(type_).itemsize, sorts)
+        ends, scores = _documents(path, np.dtype(type_).itemsize, sorts)
         digest.update(ends[-INDEX_TAIL // 8 :].tobytes())
         if len(ends):  # A task may have no documents.
             paths.append(path)
             ends_by_shard.append(ends)
+            scores_by_shard.append(scores)
 
     @functools.lru_cache(OPEN_SHARDS)
     def read(shard: int) -> Tokens:
         return np.memmap(paths[shard], type_, mode="r")
 
-    shard_of = np.arange(len(paths))
-    offsets = np.zeros(len(paths), np.int64)
+    shard_of, offsets = np.arange(len(paths)), np.zeros(len(paths), np.int64)
     sizes = np.array([ends[-1] for ends in ends_by_shard], np.int64)
     if sorts:
-        scores = np.concatenate(list(map(_scores, paths, ends_by_shard)))
+        scores = np.concatenate(scores_by_shard)
         places = np.argsort(-scores if order == "descend" else scores, kind="stable")
-        sizes_by_shard = [np.diff(ends, prepend=0) for ends in ends_by_shard]
         shard_of = np.repeat(shard_of, [len(ends) for ends in ends_by_shard])[places]
-        sizes = np.concatenate(sizes_by_shard)[places]
+        sizes = np.concatenate([np.diff(ends, prepend=0) for ends in ends_by_shard])[places]
         offsets = np.concatenate(ends_by_shard)[places] - sizes
-    return Corpus(paths, read, sizes, shard_of, offsets, digest.hexdigest()[:16], vocab_size)
+    name = digest.hexdigest()[:16]
+    return Corpus(paths, read, sizes.cumsum(), shard_of, offsets, name, vocab_size)
 
 
-def _document_ends(path: Path, token_size: int, whole: bool) -> npt.NDArray[np.int64]:
-    """The ends of the last documents of a shard, or of all if ``whole``."""
+def _documents(path: Path, token_size: int, whole: bool) -> tuple[Numbers, Tokens]:
+    """Ends of a shard's documents, with their scores, if ``whole``; else the last ends."""
     index = path.with_name(f"{path.name}.index")
     try:
         size, index_size = path.stat().st_size, index.stat().st_size
         skipped = 0 if whole else max(0, index_size - INDEX_TAIL)
         ends = np.fromfile(index, "<u8", offset=skipped).astype(np.int64)
+        scores = np.fromfile(path.with_name(f"{path.name}.scores"), "<f8") if whole else ends
     except OSError as error:
-        _fail(Path(error.filename), "no such file")
-    num_tokens = int(ends[-1]) if len(ends) else 0
-    if size != num_tokens * token_size or index_size % 8 or (np.diff(ends) < 1).any():
-        _fail(path, f"{size} bytes, and {num_tokens} tokens in its index")
-    return ends
-
-
-def _scores(path: Path, ends: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    scores = np.fromfile(path.with_name(f"{path.name}.scores"), "<f8")
-    if len(scores) != len(ends):
-        _fail(path, f"{len(scores)} scores of {len(ends)} documents")
-    return scores
-
-
-def _fail(path: Path, problem: str) -> NoReturn:
+        path, problem = Path(error.filename), "no such file"
+    else:
+        num_tokens = int(ends[-1]) if len(ends) else 0
+        is_whole = size == num_tokens * token_size and index_size % 8 == 0
+        if is_whole and len(scores) == len(ends) and (np.diff(ends) > 0).all():
+            return ends, scores
+        problem = f"{size} bytes, {num_tokens} tokens in its index and {len(scores)} scores"
     done = path.parent / "logs" / "completions" / path.name.partition("_")[0]
     raise ValueError(
         f"{path}: found {problem}, expected a complete file; the same `amo tokenize` makes it, if "
@@ -207,22 +180,20 @@ def _fail(path: Path, problem: str) -> NoReturn:
     )
 
 
-def standard_library(tokenizer: Any) -> Corpus:
+def standard_library(tokenizer: Tokenizer) -> Corpus:
     """The sources of Python's standard library: real text on every machine, held in memory.
 
     Installed packages are left out.
     """
-    root, left_out = sysconfig.get_path("stdlib"), {"site-packages", "dist-packages"}
+    root = sysconfig.get_path("stdlib")
     texts: list[str] = []
     for path in sorted(Path(root).glob("**/*.py")):
-        if not left_out.intersection(path.parts[len(Path(root).parts) :]):
+        if not {"site-packages", "dist-packages"}.intersection(path.relative_to(root).parts):
             with contextlib.suppress(UnicodeDecodeError):  # Some tests have other encodings.
                 texts.append(path.read_bytes().decode())
-    texts = [text for text in texts if text and not text.isspace()]
-    vocab_size = tokenizer.get_vocab_size()
-    type_ = token_type(vocab_size)
-    tokens = np.concatenate([np.asarray(d, type_) for d in tokenizer.encode_documents(texts)])
+    documents = tokenizer.encode_documents([text for text in texts if text.strip()])
+    type_ = token_type(tokenizer.get_vocab_size())
+    tokens = np.concatenate([np.asarray(document, type_) for document in documents])
     digest = hashlib.sha256(tokens.tobytes()).hexdigest()[:16]
-    zero = np.zeros(1, np.int64)
-    sizes = np.array([len(tokens)])
-    return Corpus([root], lambda _: tokens, sizes, zero, zero, digest, vocab_size)
+    ends, zero = np.array([len(tokens)]), np.zeros(1, np.int64)
+    return Corpus([root], lambda _: tokens, ends, zero, zero, digest, tokenizer.get_vocab_size())

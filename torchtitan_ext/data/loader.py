@@ -16,31 +16,24 @@ import tyro
 from torchdata.nodes import IterableWrapper, Prefetcher
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import IGNORE_INDEX
-from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import derive
 from torchtitan.hf_datasets import text_datasets as titan
 
 from torchtitan_ext.data.corpus import Corpus, open_packed, standard_library
 from torchtitan_ext.data.order import Mixture, shuffled
+from torchtitan_ext.data.tokenizers import Tokenizer
 from torchtitan_ext.imports import import_class
 from torchtitan_ext.runs.differences import differences
 
+# Values of `dataloader.dataset` that are read by this loader; torchtitan's own loader reads those
+# that it knows. It gets the project's tokens, without begin tokens, and packs them its own way:
+# documents follow in the order of the files, the end token of each is a label alone, and a resume
+# needs the same number of ranks.
 DATASETS = ("packed", "stdlib")
-"""Values of ``dataloader.dataset`` read here; torchtitan's own loader reads those that it knows.
-
-torchtitan's loader gets the project's tokens, without begin tokens, and packs them its own way:
-documents follow in the order of the files, the end token of each is a label alone, and a resume
-needs the same number of ranks."""
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
-BATCHES_AHEAD = 16
-"""Batches that a thread reads while steps run: more than most steps accumulate."""
-
-RESET_DATA_HINT = (
-    "; `--checkpoint.exclude_from_loading dataloader` starts the data from the beginning, which "
-    "trains on the same documents again"
-)
+BATCHES_AHEAD = 16  # Batches that a thread reads while steps run: more than most steps accumulate.
 
 
 class PackedLoader(BaseDataLoader):
@@ -66,31 +59,19 @@ class PackedLoader(BaseDataLoader):
         """``[dataloader]``."""
 
         dataset: str = "c4_test"
-        """
-        ``packed``, ``stdlib`` (the sources of Python's standard library), a name that torchtitan
-        knows, or the import path of a loader, ``my_module.MyLoader``.
-        """
+        """``packed``, ``stdlib``, a name that torchtitan knows, or the path of a loader's class."""
 
         dataset_path: str | None = None
-        """
-        Folder that ``amo tokenize`` made (``packed``). Several with their weights are
-        ``data/web=0.7,data/code=0.3``.
-        """
+        """Folder by ``amo tokenize``, or a mixture, such as ``data/web=0.7,data/code=0.3``."""
 
         seed: int = 42
         """Seeds the order of sequences."""
 
         order: Literal["uniform", "ascend", "descend"] = "uniform"
-        """
-        Sequences shuffled as a whole in each epoch, or documents by their scores
-        (``amo tokenize --score-field``) from the lowest or the highest on.
-        """
+        """Sequences shuffled in each epoch, or documents by ``amo tokenize --score-field``."""
 
         positions: Annotated[bool, tyro.conf.Suppress] = False
-        """
-        Tell the model each token's place in its document, which keeps documents from seeing each
-        other, and leave the first token of each out of the loss. Follows from ``model.attention``.
-        """
+        """Keep documents from seeing each other; follows from ``model.attention``."""
 
         def build(self, **options: Any) -> BaseDataLoader:
             """The loader, torchtitan's own for its datasets.
@@ -98,18 +79,14 @@ class PackedLoader(BaseDataLoader):
             Raises:
                 ValueError: For an unknown dataset, or as :class:`PackedLoader`.
             """
-            with named_for(self):
-                check(self)
-                owner: Any = self._owner if self.dataset in DATASETS else _Stock
-                config: Any = self
-                if "." in self.dataset:
-                    owner = import_class(self.dataset, BaseDataLoader, "dataloader.dataset")
-                    config = derive(self, owner.Config)
-                loader: BaseDataLoader = owner(config, **options)
-                return loader
-
-    fills_last_batch = False
-    """Whether data without a repeat ends with a batch that holds sequences that no loss counts."""
+            check(self)
+            owner: Any = titan.HuggingFaceTextDataLoader
+            if self.dataset in DATASETS:
+                owner = self._owner
+            elif "." in self.dataset:
+                owner = import_class(self.dataset, BaseDataLoader, "dataloader.dataset")
+            loader: BaseDataLoader = owner(derive(self, owner.Config), **options)
+            return loader
 
     def __init__(
         self,
@@ -117,20 +94,15 @@ class PackedLoader(BaseDataLoader):
         *,
         dp_world_size: int,
         dp_rank: int,
-        tokenizer: BaseTokenizer,
+        tokenizer: Tokenizer,
         seq_len: int,
         local_batch_size: int,
         **others: Any,
     ) -> None:
         weights = [weight for _, weight in paths(config)]
-        if not config.infinite and len(weights) > 1:
-            raise ValueError(
-                "dataloader.dataset_path: found several with weights, expected one where all is "
-                "read once: a mixture has no end (validator.steps)"
-            )
         self._mixture = Mixture(weights, config.seed)
         self._corpora = open_corpora(config, tokenizer)
-        self._sizes = [corpus.num_sequences(seq_len) for corpus in self._corpora]
+        self._sizes = [max(c.num_tokens - 1, 0) // seq_len for c in self._corpora]
         if min(self._sizes) < 1:
             raise ValueError(
                 f"training.seq_len: found {seq_len}, expected less than the tokens of the corpus"
@@ -152,8 +124,8 @@ class PackedLoader(BaseDataLoader):
         """Batches ``({"input": (B, S) int64}, labels (B, S) int64)``, until the data ends.
 
         Where the config asks for ``positions`` the inputs have them too, (B, S) int64 that restart
-        after an end token, whose label is ignored. A validation fills the last batch with sequences
-        that no loss counts.
+        after an end token, whose label is ignored. The last batch of data that is read once is
+        filled with sequences that no loss counts.
 
         A thread reads :data:`BATCHES_AHEAD` of them ahead; its errors are raised here. The position
         of :meth:`state_dict` is that of the batch that this iterator returned last.
@@ -168,8 +140,7 @@ class PackedLoader(BaseDataLoader):
         while True:
             first = start + self._rank * self._batch_size
             stop = start + self._world * self._batch_size
-            last = start if self.fills_last_batch else stop - 1
-            if self._end is not None and last >= self._end:
+            if self._end is not None and start >= self._end:
                 return
             numbers = range(first, first + self._batch_size)
             end = self._end or stop
@@ -203,23 +174,18 @@ class PackedLoader(BaseDataLoader):
         """
         if not state_dict:
             return
-        if missing := {"sequence", "source"} - state_dict.keys():
+        saved = json.loads(state_dict.get("source", "{}"))  # Another loader's has none.
+        if changed := differences(saved, self._source):
             raise ValueError(
-                f"dataloader: found {', '.join(sorted(state_dict))} in the checkpoint, expected "
-                f"{' and '.join(sorted(missing))}: another loader made it{RESET_DATA_HINT}"
-            )
-        if changed := differences(json.loads(state_dict["source"]), self._source):
-            raise ValueError(
-                f"dataloader: the data is not that of the checkpoint ({'; '.join(changed)})"
-                f"{RESET_DATA_HINT}"
+                f"dataloader: the data is not that of the checkpoint ({'; '.join(changed)}); "
+                "`--checkpoint.exclude_from_loading dataloader` starts the data from the "
+                "beginning, which trains on the same documents again"
             )
         self._next = int(state_dict["sequence"])
 
 
 class ValidationLoader(PackedLoader):
-    """Batches of held-out data, whose last one is filled up with sequences that no loss counts."""
-
-    fills_last_batch = True
+    """Batches of held-out data, each sequence once."""
 
     @dataclasses.dataclass(kw_only=True, slots=True)
     class Config(PackedLoader.Config):
@@ -247,21 +213,7 @@ def document_positions(tokens: torch.Tensor, eos_id: int) -> torch.Tensor:
     return places - starts.cummax(dim=1).values
 
 
-class _Stock(titan.HuggingFaceTextDataLoader):
-    """torchtitan's own datasets; where documents see each other their tokens count on."""
-
-    def __init__(self, config: PackedLoader.Config, **options: Any) -> None:
-        super().__init__(config, **options)
-        self._keep_positions = config.positions
-
-    def __iter__(self) -> Iterator[Batch]:
-        for inputs, labels in super().__iter__():
-            if not self._keep_positions:
-                inputs.pop("positions")
-            yield inputs, labels
-
-
-def open_corpora(config: PackedLoader.Config, tokenizer: BaseTokenizer) -> list[Corpus]:
+def open_corpora(config: PackedLoader.Config, tokenizer: Tokenizer) -> list[Corpus]:
     """The corpora of a dataset.
 
     Raises:
@@ -269,7 +221,8 @@ def open_corpora(config: PackedLoader.Config, tokenizer: BaseTokenizer) -> list[
     """
     if config.dataset == "stdlib":
         return [standard_library(tokenizer)]
-    return [open_packed(path, tokenizer, config.order) for path, _ in paths(config)]
+    with _named_for(config):
+        return [open_packed(path, tokenizer, config.order) for path, _ in paths(config)]
 
 
 def paths(config: PackedLoader.Config) -> list[tuple[str, float]]:
@@ -299,35 +252,29 @@ def check(config: PackedLoader.Config) -> None:
         ValueError: Naming the field, what was found and what was expected.
     """
     known = (*DATASETS, *titan.DATASETS)  # torchtitan's own error would name its own alone.
-    if "." in config.dataset:
-        import_class(config.dataset, BaseDataLoader, "dataloader.dataset")
-        return
-    if config.dataset.lower() not in known:
-        names = ", ".join(map(repr, known))
-        raise ValueError(f"dataloader.dataset: found {config.dataset!r}, expected one of {names}")
-    Mixture([weight for _, weight in paths(config)], config.seed)
-    if config.order != "uniform" and config.dataset != "packed":
-        raise ValueError(
-            f"dataloader.order: found {config.order!r}, expected 'uniform' for {config.dataset!r}"
-        )
-
-
-def validate(config: Any) -> None:
-    """Check what a whole config says about data, reading none.
-
-    Raises:
-        ValueError: Naming the field, what was found and what was expected.
-    """
-    check(config.dataloader)
-    if config.validator.enable:
-        if (freq := config.validator.freq) < 1:
-            raise ValueError(f"validator.freq: found {freq}, expected an integer >= 1")
-        with named_for(config.validator.dataloader):
-            check(config.validator.dataloader)
+    with _named_for(config):
+        if "." in config.dataset:
+            import_class(config.dataset, BaseDataLoader, "dataloader.dataset")
+        elif config.dataset.lower() not in known:
+            raise ValueError(
+                f"dataloader.dataset: found {config.dataset!r}, expected one of {', '.join(known)}"
+            )
+        elif config.order != "uniform" and config.dataset != "packed":
+            raise ValueError(
+                f"dataloader.order: found {config.order!r}, expected 'uniform' for "
+                f"{config.dataset!r}"
+            )
+        weights = [weight for _, weight in paths(config)]
+        Mixture(weights, config.seed)
+        if not config.infinite and len(weights) > 1:
+            raise ValueError(
+                "dataloader.dataset_path: found several with weights, expected one where all is "
+                "read once: a mixture has no end (validator.steps)"
+            )
 
 
 @contextlib.contextmanager
-def named_for(config: PackedLoader.Config) -> Iterator[None]:
+def _named_for(config: PackedLoader.Config) -> Iterator[None]:
     """Name the fields of ``[validator.dataloader]`` in errors as a file names them."""
     try:
         yield

@@ -8,9 +8,7 @@ import itertools
 import struct
 from collections.abc import Sequence
 
-CYCLE = 1000
-"""Sequences after which a mixture has drawn exactly what its weights say."""
-
+CYCLE = 1000  # Sequences after which a mixture has drawn exactly what its weights say.
 _ROUNDS = 6
 
 
@@ -57,27 +55,22 @@ class Mixture:
     """
 
     def __init__(self, weights: Sequence[float], seed: int) -> None:
-        total = sum(weight for weight in weights if weight > 0) or 1.0
-        shares = [CYCLE * weight / total if weight > 0 else 0.0 for weight in weights]
-        counts = [int(share) for share in shares]
-        by_shortfall = sorted(range(len(shares)), key=lambda i: counts[i] - shares[i])
-        for i in by_shortfall[: CYCLE - sum(counts)]:
-            counts[i] += 1
-        if min(counts) < 1:
+        total = sum(weights)
+        if not min(weights) >= total / CYCLE > 0:
             raise ValueError(
                 f"dataloader.dataset_path: found weights {list(weights)}, expected each to be at "
                 f"least {1 / CYCLE:g} of their sum"
             )
-        self._counts = counts
-        self._ends = list(itertools.accumulate(counts))
+        sums = itertools.accumulate(weights, initial=0.0)
+        self._bounds = [int(CYCLE * part / total + 0.5) for part in sums]
         self._seed = seed
 
     def __call__(self, number: int) -> tuple[int, int]:
         """Source of sequence ``number`` of a run, and how many it has given before."""
-        if len(self._counts) == 1:
+        if len(self._bounds) == 2:
             return 0, number
         cycle, place = divmod(number, CYCLE)
         slot = shuffled(place, CYCLE, self._seed, cycle)
-        source = bisect.bisect_right(self._ends, slot)
-        first = self._ends[source] - self._counts[source]
-        return source, cycle * self._counts[source] + slot - first
+        source = bisect.bisect_right(self._bounds, slot) - 1
+        first, end = self._bounds[source : source + 2]
+        return source, cycle * (end - first) + slot - first

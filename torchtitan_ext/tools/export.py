@@ -229,6 +229,6 @@ def run(args: argparse.Namespace) -> int:
     export(checkpoint, args.output, source, args.dtype)
     print(f"{checkpoint} is written to {args.output}")
     if source.tokenizer.kind == "tiktoken":
-        path = source.tokenizer.path or "tiktoken's own file"
-        print(f"without a tokenizer: it is tiktoken's, {source.tokenizer.encoding} of {path}")
+        name = source.tokenizer.encoding or source.tokenizer.path
+        print(f"without a tokenizer: it is tiktoken's, {name}")
     return 0

@@ -8,7 +8,7 @@ from typing import Any
 
 from torchtitan_ext.config import checks
 from torchtitan_ext.config.checks import collect
-from torchtitan_ext.data.loader import named_for, open_corpora
+from torchtitan_ext.data.loader import open_corpora
 from torchtitan_ext.tools.preflight_memory import check_memory
 
 
@@ -79,6 +79,5 @@ def _data(loader: Any, tokenizer: Any) -> None:
     Raises:
         ValueError: For data that is nowhere, or does not fit.
     """
-    with named_for(loader):
-        if loader.dataset == "packed" and tokenizer is not None:
-            open_corpora(loader, tokenizer)
+    if loader.dataset == "packed" and tokenizer is not None:
+        open_corpora(loader, tokenizer)

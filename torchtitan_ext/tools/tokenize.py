@@ -18,87 +18,95 @@ from typing import Any
 
 from torchtitan_ext.runs.files import replace
 
-CHOICES = {
-    "--tokenizer": ("hf", "tiktoken", "byte"),
-    "--encoding": ("llama3", "gpt2", "cl100k_base", "o200k_base"),
-    "--executor": ("local", "slurm", "ray"),
+# Default value, choices and help by option.
+OPTIONS: dict[str, tuple[Any, tuple[str, ...] | None, str]] = {
+    "--tokenizer": ("hf", ("hf", "tiktoken", "byte"), "kind of the tokenizer"),
+    "--tokenizer-path": ("", None, "folder or file of the tokenizer"),
+    "--encoding": ("", ("gpt2", "cl100k_base", "o200k_base"), "encoding of tiktoken"),
+    "--eos-token": ("", None, "token after each document"),
+    "--pattern": ("", None, "glob of the files in the folder; else parquet, JSON lines and .txt"),
+    "--text-field": ("text", None, "field with a row's text"),
+    "--score-field": ("", None, "field with a row's score, by which training may order documents"),
+    "--max-bad-rows": (0.01, None, "largest allowed share of rows of a task without usable text"),
+    "--tasks": (0, None, "tasks that share the files; else all cores"),
+    "--executor": ("local", ("local", "slurm", "ray"), "executor of datatrove"),
 }
-OPTIONS = {
-    "--tokenizer": ("hf", "kind of the tokenizer, as [tokenizer] kind"),
-    "--tokenizer-path": ("", "folder or file of the tokenizer"),
-    "--encoding": ("llama3", "pattern and special tokens of tiktoken"),
-    "--eos-token": ("", "token after each document"),
-    "--pattern": ("", "glob of the files in the folder; else parquet, JSON lines and .txt"),
-    "--text-field": ("text", "field with a row's text"),
-    "--score-field": ("", "field with a row's score, by which training may order documents"),
-    "--max-bad-rows": (0.01, "largest allowed share of rows of a task without usable text"),
-    "--executor": ("local", "executor of datatrove"),
-}
-"""Default value and help by option."""
 
 
-def tokenize(args: argparse.Namespace, tokenizer: Any) -> None:
+def tokenize(args: argparse.Namespace) -> int:
     """Have ``datatrove`` run all tasks that are not done.
 
     Args:
         args: Options of the command.
-        tokenizer: ``[tokenizer]``.
 
     Raises:
         ValueError: For what cannot be read, too many bad rows, or a folder of other settings.
     """
     from datatrove.io import DataFolder
 
-    from torchtitan_ext.data.corpus import SETTINGS, read_settings
-    from torchtitan_ext.data.pipeline import FORMATS, BadRows, Rows, Tokens
-    from torchtitan_ext.data.tokenizers import identity
+    from torchtitan_ext.data.corpus import SETTINGS, open_packed
+    from torchtitan_ext.data.pipeline import FORMATS, Rows, Tokens
+    from torchtitan_ext.data.tokenizers import Tokenizer
     from torchtitan_ext.runs.differences import differences
 
-    if args.tasks is not None and args.tasks < 1:
-        raise ValueError(f"--tasks: found {args.tasks}, expected 1 or more")
+    if args.tasks < 0:
+        raise ValueError(f"--tasks: found {args.tasks}, expected 1 or more, or 0 for all cores")
+    tokenizer = Tokenizer.Config(
+        kind=args.tokenizer,
+        path=args.tokenizer_path,
+        encoding=args.encoding,
+        eos_token=args.eos_token,
+    )
+    built = tokenizer.build(tokenizer_path=args.tokenizer_path)
     source = os.path.expanduser(args.source)
-    paths = DataFolder(source).list_files(glob_pattern=args.pattern or None)
     own = f"{os.path.relpath(args.output, source)}/"  # The logs are JSON, too.
-    paths = [path for path in paths if args.pattern or path.lower().endswith(FORMATS)]
-    paths = [path for path in paths if not path.startswith(own)]
-    if not (args.source and paths):
+    paths = [
+        path
+        for path in DataFolder(source).list_files(glob_pattern=args.pattern or None)
+        if not path.startswith(own) and (args.pattern or path.lower().endswith(FORMATS))
+    ]
+    if not (source and paths):
         expected = args.pattern or ", ".join(FORMATS)
         raise ValueError(f"source: found no file in {source!r}, expected a folder of {expected}")
     listing = "".join(f"{path}\n" for path in paths)
-    saved = read_settings(args.output)
+    file = args.output / SETTINGS
+    saved = json.loads(file.read_text()) if file.exists() else {}
     num_cores = len(os.sched_getaffinity(0))
     settings = {
         "source": args.source,
         "files": hashlib.sha256(listing.encode()).hexdigest()[:16],
-        "tokenizer": identity(tokenizer.build(tokenizer_path=tokenizer.path)),
+        "tokenizer": built.identity,
         "text_field": args.text_field,
         "score_field": args.score_field,
         "tasks": args.tasks or saved.get("tasks") or min(len(paths), num_cores),
     }
     if saved and (changed := differences(saved, settings)):
-        path = args.output / SETTINGS
-        raise ValueError(f"{path}: was made with other settings ({'; '.join(changed)})")
+        raise ValueError(f"{file}: was made with other settings ({'; '.join(changed)})")
     args.output.mkdir(parents=True, exist_ok=True)
-    replace(args.output / "files.txt", listing)
-    replace(args.output / SETTINGS, json.dumps(settings, indent=1))
-    logs = str(args.output / "logs")
-    pipeline = [
-        Rows(source, str(args.output / "files.txt"), args.text_field, args.score_field),
-        BadRows(logs, args.max_bad_rows),
-        Tokens(args.output, tokenizer, bool(args.score_field)),
-    ]
+    listed = args.output / "files.txt"
+    replace(listed, listing)
+    replace(file, json.dumps(settings, indent=1))
     options: dict[str, Any] = dict(text.split("=", 1) for text in args.executor_option)
     options |= {name: int(value) for name, value in options.items() if value.isdecimal()}
     if args.executor == "slurm":  # The jobs find the programs of datatrove where this one is.
         programs = shlex.quote(str(Path(sys.executable).parent))
         options.setdefault("env_command", f"export PATH={programs}:$PATH")
     elif args.executor == "local":
-        options.setdefault("workers", min(settings["tasks"], num_cores))
+        workers = options.setdefault("workers", min(settings["tasks"], num_cores))
         # One process uses all cores, and several would take them from one another.
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", str(options["workers"] == 1).lower())
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", str(workers == 1).lower())
+    pipeline = [
+        Rows(source, str(listed), args.text_field, args.score_field, args.max_bad_rows),
+        Tokens(args.output, tokenizer, bool(args.score_field)),
+    ]
     module = importlib.import_module(f"datatrove.executor.{args.executor}")
     executor = getattr(module, f"{args.executor.title()}PipelineExecutor")
+    logs = str(args.output / "logs")
     executor(pipeline, tasks=settings["tasks"], logging_dir=logs, **options).run()
+    if args.executor == "local":
+        print(f"{open_packed(str(args.output), built).num_tokens} tokens")
+        print(f'[dataloader] dataset = "packed", dataset_path = "{args.output}"')
+    return 0
 
 
 def add_command(subparsers: Any) -> None:
@@ -112,10 +120,9 @@ def add_command(subparsers: Any) -> None:
     add = parser.add_argument
     add("source", help="folder of the files, or its URL, such as hf://datasets/OWNER/NAME")
     add("-o", "--output", type=Path, required=True, metavar="DIR", help="folder to write")
-    for name, (default, text) in OPTIONS.items():
+    for name, (default, choices, text) in OPTIONS.items():
         shown = f"{text} (default %(default)s)" if default else text
-        add(name, default=default, type=type(default), choices=CHOICES.get(name), help=shown)
-    add("--tasks", type=int, help="tasks that share the files (default: all cores)")
+        add(name, default=default, type=type(default), choices=choices, help=shown)
     add(
         "--executor-option",
         action="append",
@@ -123,24 +130,4 @@ def add_command(subparsers: Any) -> None:
         metavar="NAME=VALUE",
         help="option of datatrove's executor, such as workers=4 or partition=cpu",
     )
-    parser.set_defaults(run=_run)
-
-
-def _run(args: argparse.Namespace) -> int:
-    from torchtitan_ext.data.corpus import open_packed
-    from torchtitan_ext.data.tokenizers import Tokenizer
-
-    if args.tokenizer == "hf" and not args.tokenizer_path:
-        raise ValueError("--tokenizer-path: found none, expected one for 'hf'")
-    tokenizer = Tokenizer.Config(
-        kind=args.tokenizer,
-        path=args.tokenizer_path,
-        encoding=args.encoding,
-        eos_token=args.eos_token,
-    )
-    tokenize(args, tokenizer)
-    if args.executor == "local":
-        built = tokenizer.build(tokenizer_path=args.tokenizer_path)
-        print(f"{open_packed(str(args.output), built).num_tokens} tokens")
-        print(f'[dataloader] dataset = "packed", dataset_path = "{args.output}"')
-    return 0
+    parser.set_defaults(run=tokenize)
