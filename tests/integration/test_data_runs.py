@@ -88,7 +88,7 @@ def test_validation_reads_all_of_its_data_and_leaves_training_alone(
         batch = f"--training.local_batch_size={4 // world}"
         run = titan.run(titan_ranks.Job(world, str(folder), (*plain, *validating, batch)))
         found[world] = read_metrics(folder).validations
-        assert f"validate step: 16  loss: {found[world][-1][1]:7.4f}" in run.output()
+        assert f"validation loss after step 16: {found[world][-1][1]:.4f}" in run.output()
         spans = load_one(folder).spans("phase")  # between the logged steps 5, 10, 15 and 16
         assert spans == [("observation", 1, 4), ("transition", 5, 7), ("locked", 8, 16)]
     assert run.losses() == unseen.losses()
