@@ -680,7 +680,7 @@ class Engine:
         pairs = zip(schedules, matrices, strict=True)
         jobs = assign(
             matrices,
-            [float(schedule.num_steps * ns_step_flops(*one.shape)) for schedule, one in pairs],
+            [float(s.num_steps * ns_step_flops(*matrix.shape)) for s, matrix in pairs],
             indices=indices,
             ownership=config.ownership,
             first_owner=first_owner or 0,

@@ -26,7 +26,7 @@ LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# Those of 3.1 in transformers' convert_llama_weights_to_hf.py, in the order of their numbers, which
+# Names of 3.1 in transformers' convert_llama_weights_to_hf.py, in the order of their numbers, which
 # follow those of the BPE file. Meta's package gives two of the reserved ones other names.
 LLAMA3_SPECIAL_TOKENS = (
     *("<|begin_of_text|>", "<|end_of_text|>"),
