@@ -114,15 +114,7 @@ def test_a_toml_file_trains(tmp_path: Path, start: str) -> None:
     assert steps(tmp_path / "outputs" / "debug_llama3")[-1] == 20
 
 
-FAKE = pytest.mark.xfail(
-    strict=True,
-    reason="PyTorch 2.13's fake backend fills no output of an all-to-all that sends nothing",
-)
-
-
-@pytest.mark.parametrize(
-    "page", ["docs/torchtitan.md", pytest.param("launch/README.md", marks=FAKE)]
-)
+@pytest.mark.parametrize("page", ["docs/torchtitan.md", "launch/README.md"])
 def test_the_preflight_predicts_a_run_on_a_machine_without_its_data(
     tmp_path: Path, page: str
 ) -> None:
