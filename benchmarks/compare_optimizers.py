@@ -1,190 +1,210 @@
-"""Every optimizer on the quickstart's model, data and seed.
+"""Validation loss of AdamW, ``torch.optim.Muon``, Muon-PE and AMO, each at the best of its rates.
 
-``python -m benchmarks.compare_optimizers``: each name is one run of `torchtitan_ext.train` under
-torchrun, on the CPU or on GPUs. It prints for each, and writes as JSON: losses, seconds of the
-optimizer per step, bytes of optimizer state per parameter, flops of Newton-Schulz per step.
+``python -m benchmarks.compare_optimizers`` trains a small Qwen3 (Hugging Face's, random weights)
+under FSDP2 on two CPU ranks, on the bytes of Python's standard library. Every optimizer first tries
+its rates with the first seed; the best of them runs with the other seeds, too. What was run is in
+the JSON and is not run again. A picture of the curves lies beside the JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
-import os
+import math
 import platform
 import statistics
-import subprocess
-import sys
 import tempfile
-import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-CONFIG = ROOT / "configs" / "quickstart.toml"
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+from benchmarks.plan_quality.data import Corpus, batches, load, standard_library
+
 RESULTS = Path(__file__).resolve().parent / "results" / "compare_optimizers.json"
+RATES = {
+    "AdamW": (2e-3, 4e-3, 8e-3),
+    "torch.optim.Muon": (4e-3, 8e-3, 1.6e-2),
+    "Muon-PE": (4e-3, 8e-3, 1.6e-2),
+    "AMO": (4e-3, 8e-3, 1.6e-2),
+}
+"""Peak learning rates to try. All Muons scale updates to the size of AdamW's."""
+RANKS, BATCH, SEQUENCE, EVERY, VALIDATION_BATCHES = 2, 16, 128, 20, 8
+"""Ranks; sequences of a step over all ranks; tokens of a sequence; steps between validations."""
+BETAS, WEIGHT_DECAY, WARMUP = (0.9, 0.95), 0.1, 20
+
+
+def build_model(seed: int) -> nn.Module:
+    """A Qwen3 of 2 M parameters, the same on each rank, sharded by layer."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=257,
+        hidden_size=192,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=SEQUENCE,
+    )
+    model = Qwen3ForCausalLM(config)
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    return model
+
+
+def build_optimizers(
+    name: str, model: nn.Module, rate: float, steps: int
+) -> list[torch.optim.Optimizer]:
+    """The optimizers that train a model together."""
+    from amo_dist import AMO, AMOConfig, make_optimizer, param_groups
+
+    options: dict[str, Any] = {"lr": rate, "weight_decay": WEIGHT_DECAY}
+    if name == "AdamW":
+        return [torch.optim.AdamW(model.parameters(), betas=BETAS, **options)]
+    groups = param_groups(model)
+    if name == "AMO":
+        return [AMO(groups, config=AMOConfig.for_run(steps), **options)]
+    if name == "Muon-PE":
+        return [make_optimizer(name, groups, **options)]
+    matrices, others = ([param for _, param in group["params"]] for group in groups)
+    muon = torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", momentum=0.95, **options)
+    return [muon, torch.optim.AdamW(others, betas=BETAS, **options)]
+
+
+def factor(step: int, steps: int) -> float:
+    """The rate of a step, counted from 0, over the peak: warm-up, then a cosine to a tenth."""
+    decay = 0.55 + 0.45 * math.cos(math.pi * max(step - WARMUP, 0) / (steps - WARMUP))
+    return min((step + 1) / WARMUP, 1.0) * decay
+
+
+def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor, rank: int) -> Tensor:
+    """Mean loss of this rank's part of a batch."""
+    part = slice(rank * len(inputs) // RANKS, (rank + 1) * len(inputs) // RANKS)
+    logits = model(input_ids=inputs[part]).logits
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets[part].flatten())
+
+
+def train(
+    name: str, rate: float, seed: int, steps: int, corpus: Corpus, rank: int
+) -> dict[str, float]:
+    """Validation loss by step; a collective over both ranks."""
+    model = build_model(seed)
+    optimizers = build_optimizers(name, model, rate, steps)
+    schedulers = [
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factor(step, steps))
+        for optimizer in optimizers
+    ]
+    held_out = list(
+        itertools.islice(batches(corpus.validation, BATCH, SEQUENCE, 0), VALIDATION_BATCHES)
+    )
+    curve: dict[str, float] = {}
+    data = batches(corpus.train, BATCH, SEQUENCE, seed)
+    for step, (inputs, targets) in enumerate(itertools.islice(data, steps), start=1):
+        loss_of(model, inputs, targets, rank).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        if step % EVERY == 0 or step == steps:
+            with torch.no_grad():
+                losses = [loss_of(model, *batch, rank) for batch in held_out]
+            total = torch.stack(losses).mean()
+            dist.all_reduce(total)
+            curve[str(step)] = total.item() / RANKS
+    return curve
+
+
+def work(rank: int, store: str, options: argparse.Namespace) -> None:
+    """One rank: all runs that the JSON lacks."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    corpus = load(standard_library())
+    path: Path = options.output
+    runs: dict[str, Any] = json.loads(path.read_text())["runs"] if path.exists() else {}
+    for name in options.names:
+        tried = [(name, rate, 0) for rate in RATES[name]]
+        for key in itertools.chain(tried, ((name, best(runs, name), s) for s in options.seeds)):
+            text = " ".join(map(str, key))
+            if text in runs:
+                continue
+            runs[text] = train(*key, options.steps, corpus, rank)
+            dist.barrier()  # the first rank has read the file before it changes
+            if rank == 0:
+                print(f"{text}: {final(runs[text]):.4f}", flush=True)
+                about = {"steps": options.steps, "torch": torch.__version__}
+                record = {**about, "machine": platform.machine(), "runs": runs}
+                path.write_text(json.dumps(record, indent=1) + "\n")
+    dist.destroy_process_group()
+
+
+def final(curve: dict[str, float]) -> float:
+    return list(curve.values())[-1]
+
+
+def best(runs: dict[str, Any], name: str) -> float:
+    """The rate of an optimizer whose run with the first seed ends lowest."""
+    rates = [rate for rate in RATES[name] if f"{name} {rate} 0" in runs]
+    return min(rates, key=lambda rate: final(runs[f"{name} {rate} 0"]))
+
+
+def curves_at_best(runs: dict[str, Any], name: str) -> list[dict[str, float]]:
+    start = f"{name} {best(runs, name)} "
+    return [curve for key, curve in runs.items() if key.startswith(start)]
+
+
+def table(runs: dict[str, Any], names: Iterable[str]) -> list[str]:
+    """Final loss at the best rate, mean and range over seeds, as Markdown."""
+    rows = ["| optimizer | best rate | validation loss | least to most | seeds |"]
+    rows.append("|---|---:|---:|---|---:|")
+    for name in names:
+        losses = [final(curve) for curve in curves_at_best(runs, name)]
+        mean, spread = statistics.mean(losses), f"{min(losses):.3f} to {max(losses):.3f}"
+        rows.append(f"| {name} | {best(runs, name):g} | {mean:.3f} | {spread} | {len(losses)} |")
+    return rows
+
+
+def plot(runs: dict[str, Any], names: Iterable[str], path: Path) -> None:
+    """Mean validation loss by step, each optimizer at its best rate."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 3.6), layout="constrained")
+    for name in names:
+        curves = curves_at_best(runs, name)
+        steps = [int(step) for step in curves[0]]
+        means = [statistics.mean(curve[str(step)] for curve in curves) for step in steps]
+        axes.plot(steps, means, label=f"{name}, rate {best(runs, name):g}")
+    axes.set(xlabel="step", ylabel="validation loss", ylim=(None, 3.0))
+    axes.legend()
+    figure.savefig(path, dpi=150)
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    from amo_dist.optimizers.named import OPTIMIZER_NAMES
-
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.compare_optimizers",
-        description=__doc__,
-        epilog="Other options go to torchtitan, e.g. --training.local_batch_size 2.",
-    )
-    names = [name for name in OPTIMIZER_NAMES if name != "Muon"]  # the same as Muon-KJ
-    parser.add_argument("--names", nargs="+", default=names, choices=OPTIMIZER_NAMES)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.compare_optimizers")
+    parser.add_argument("--names", nargs="+", default=[*RATES], choices=[*RATES])
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--output", type=Path, default=RESULTS, help="JSON; the plot lies beside")
-    options, overrides = parser.parse_known_args(args)
-    arguments = [f"--job.config_file={CONFIG}", f"--training.steps={options.steps}", *overrides]
-    results: dict[str, Any] = {}
-    for name in options.names:
-        results[name] = run(name, arguments, options.ranks)
-        print(row(name, results[name]), flush=True)
-        # After each: what was measured stays, whatever happens to the next.
-        write(options, overrides, results)
-    print("\n" + "\n".join(table(results)))
-    plot(results, options.output.with_suffix(".png"))
-    return 0
-
-
-def run(name: str, arguments: Sequence[str], num_ranks: int) -> dict[str, Any]:
-    """Trains with one optimizer; its losses and costs."""
+    parser.add_argument("--seeds", type=int, nargs="*", default=[1, 2])
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    options = parser.parse_args(args)
     with tempfile.TemporaryDirectory() as folder:
-        own = [
-            f"--optimizer.name={name}",
-            f"--dump_folder={folder}",
-            "--checkpoint.no_enable",
-            "--metrics.no_enable_tensorboard",
-            "--metrics.log_freq=5",
-            "--optimizer.muon.ns_dtype=bfloat16",  # unlike the quickstart
-        ]
-        command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", str(num_ranks), "-m", "torchtitan_ext.train"),
-            *arguments,
-            *own,
-        ]
-        environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **os.environ}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise SystemExit(f"{name}: {done.stderr[-2000:]}")
-        records = [
-            json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()
-        ]
-    return {"loss": curve(records), **costs(records), **state(name, records[-1], arguments)}
-
-
-def curve(records: Sequence[dict[str, Any]]) -> dict[str, float]:
-    return {str(record["step"]): record["loss"] for record in records}
-
-
-def costs(records: Sequence[dict[str, Any]]) -> dict[str, float]:
-    # Medians over intervals of five steps: other work on the machine comes and goes.
-    return {
-        key: statistics.median(record[key] for record in records[1:] or records)
-        for key in ("optimizer_seconds_per_step", "seconds_per_step")
-    }
-
-
-def state(name: str, last: dict[str, Any], arguments: Sequence[str]) -> dict[str, Any]:
-    """Bytes of state and flops of Newton-Schulz, of the model on one process."""
-    import torch
-
-    from amo_dist import param_groups
-    from amo_dist.optimizers.named import make_optimizer
-    from amo_dist.schedule.allocate import ns_step_flops
-
-    groups = param_groups(quickstart_model(arguments))
-    optimizer = make_optimizer(name, groups)
-    if name == "AdamW":  # which makes its state at the first step only
-        for group in groups:
-            for _, param in group["params"]:
-                param.grad = torch.zeros_like(param)
-        optimizer.step()
-    num_bytes = sum(
-        value.numel() * value.element_size()
-        for entry in optimizer.state.values()
-        for value in entry.values()
-        if torch.is_tensor(value) and value.dim() > 0
-    )
-    counts = {group["algorithm"]: group["params"] for group in groups}
-    sizes = {key: sum(p.numel() for _, p in params) for key, params in counts.items()}
-    flops = 0
-    for group in groups:
-        for parameter, views in group.get("matrix_views", {}).items():
-            shape = dict(group["params"])[parameter].shape
-            keys = (views[0].operator_type, f"{shape[0]}x{shape[1]}")
-            steps = next((k for key in keys if (k := last["num_steps_by_type"].get(key))), 0)
-            flops += steps * ns_step_flops(*shape)
-    return {
-        "matrix_parameters": sizes["muon"],
-        "other_parameters": sizes["adamw"],
-        "state_bytes": num_bytes,
-        "state_bytes_per_parameter": num_bytes / sum(sizes.values()),
-        "ns_flops_per_step": flops,
-        "num_steps_by_type": last["num_steps_by_type"],
-    }
-
-
-def quickstart_model(arguments: Sequence[str]) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
-        from torchtitan_ext.config import settings
-    return settings.parse([*arguments, "--optimizer.name=Muon"]).model_spec.model.build()
-
-
-def row(name: str, result: dict[str, Any]) -> str:
-    losses = list(result["loss"].values())
-    return (
-        f"{name:<11}  {losses[0]:>7.4f}  {losses[-1]:>7.4f}  "
-        f"{1e3 * result['optimizer_seconds_per_step']:>9.1f}  "
-        f"{result['state_bytes_per_parameter']:>12.3f}  "
-        f"{result['ns_flops_per_step'] / 1e9:>12.3f}"
-    )
-
-
-def table(results: dict[str, Any]) -> list[str]:
-    heads = f"{'optimizer':<11}  {'first':>7}  {'last':>7}  {'ms/step':>9}"
-    heads += f"  {'state B/param':>12}  {'NS Gflop/step':>12}"
-    return [heads, *(row(name, result) for name, result in results.items())]
-
-
-def write(options: argparse.Namespace, overrides: Sequence[str], results: dict[str, Any]) -> None:
-    import torch
-
-    record = {
-        "steps": options.steps,
-        "ranks": options.ranks,
-        "overrides": list(overrides),
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, torch {torch.__version__}",
-        "results": results,
-    }
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(record, indent=1) + "\n")
-
-
-def plot(results: dict[str, Any], path: Path) -> None:
-    try:
-        import matplotlib
-    except ImportError:
-        print("no plot: matplotlib is missing (pip install 'amo-dist[plots]')")
-        return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 5))
-    for name, result in results.items():
-        steps = [int(step) for step in result["loss"]]
-        axes.plot(steps, list(result["loss"].values()), label=name, linewidth=1.2)
-    axes.set(xlabel="optimizer step", ylabel="training loss", title="The quickstart's model")
-    axes.legend(ncol=2)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    print(f"plot: {path}")
+        mp.spawn(work, (f"{folder}/store", options), nprocs=RANKS)
+    runs = json.loads(options.output.read_text())["runs"]
+    print("\n".join(table(runs, options.names)))
+    plot(runs, options.names, options.output.with_suffix(".png"))
+    return 0
 
 
 if __name__ == "__main__":

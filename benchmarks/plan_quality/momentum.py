@@ -1,0 +1,251 @@
+"""The weight of the fresh gradient: Muon orthogonalizes ``G + weight * B``, ``B = decay * B + G``.
+
+``python -m benchmarks.plan_quality.momentum run`` trains what has no record yet, in the order of
+`jobs`, and may be stopped at any time; ``report`` prints the tables as Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from amo_dist import AMO, AMOConfig, Muon, MuonConfig, param_groups
+from amo_dist.schedule.polar_express import schedule_for
+from benchmarks.plan_quality import data, train
+from benchmarks.plan_quality.model import ARCHITECTURES, Decoder
+from benchmarks.plan_quality.report import plus_minus
+from benchmarks.plan_quality.rows import BASE_ELL
+from benchmarks.plan_quality.settings import Settings
+
+RECORDS = Path(__file__).resolve().parents[1] / "results" / "momentum" / "runs.jsonl"
+DECAYS, WEIGHTS = (0.95, 0.9, 0.98), (0.95, 0.0, 0.1, 0.2, 0.3, 0.5)
+RATES = (0.008, 0.016, 0.004, 0.032)
+"""In the order in which they are tried."""
+BETAS = ((0.9, 0.95), (0.9, 0.99), (0.95, 0.95), (0.8, 0.95))
+ADAMW_RATES = (0.004, 0.002, 0.008, 0.001)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Form:
+    """The optimizer of a run, all but its rate.
+
+    Attributes:
+        kind: ``muon``, ``amo`` or ``adamw``.
+        decay: Decay of the momentum; AdamW's first beta.
+        weight: Weight of the momentum beside the fresh gradient; AdamW's second beta.
+        ns_steps: Newton-Schulz steps of every type, of Muon.
+        first_decay: Decay and weight rise linearly from here over the first 100 steps, or None.
+    """
+
+    kind: str = "muon"
+    decay: float = 0.95
+    weight: float = 0.95
+    ns_steps: int = 5
+    first_decay: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Run:
+    """One run; its record is the same fields and the validation loss."""
+
+    form: Form
+    rate: float
+    architecture: str
+    seed: int = 0
+    steps: int = 250
+    batch: int = 4
+    rate_decay: str = "cosine"
+
+
+TODAY = Form()
+FORMS = [Form(decay=decay, weight=weight) for decay in DECAYS for weight in WEIGHTS]
+SCEPTIC = [Form(decay=0.9, weight=0.9), Form(first_decay=0.85), Form(decay=0.8, weight=0.8)]
+"""Shorter momentum, and a warm-up of it, by which a gain may be had without another weight."""
+Records = dict[Run, float]
+
+
+def read(path: Path) -> Records:
+    """Validation loss of each run."""
+    records: Records = {}
+    for line in path.read_text().splitlines() if path.exists() else ():
+        fields = json.loads(line)
+        loss = fields.pop("validation_loss")
+        records[Run(**fields | {"form": Form(**fields["form"])})] = loss
+    return records
+
+
+def best_rate(records: Records, run: Run) -> float:
+    """Rate of the least loss among the runs that differ from ``run`` in nothing else."""
+    tried = [other for other in records if dataclasses.replace(other, rate=run.rate) == run]
+    return min(tried, key=records.__getitem__, default=run).rate
+
+
+def best_forms(records: Records, architecture: str, num: int) -> list[Form]:
+    """Forms of the least loss at 250 steps, seed 0, each at the best of its rates."""
+    losses: dict[Form, float] = {}
+    for run, loss in records.items():
+        is_like = run == Run(run.form, run.rate, architecture) and run.form in FORMS
+        if is_like and run.form != TODAY:
+            losses[run.form] = min(loss, losses.get(run.form, loss))
+    return sorted(losses, key=losses.__getitem__)[:num]
+
+
+def jobs(records: Records) -> Iterator[Run]:
+    """All runs, what decides first: whatever is done at any time is a balanced table.
+
+    Later stages take the best forms and rates of earlier ones from ``records``, which grows while
+    this is consumed.
+    """
+    first, second, third = ARCHITECTURES
+    for rate in RATES[:3]:
+        yield from (Run(form, rate, first) for form in FORMS)
+    yield from (Run(form, rate, first) for form in SCEPTIC for rate in RATES[:3])
+    chosen = [TODAY, *best_forms(records, first, 2)]
+    yield from (Run(form, rate, second) for rate in RATES[:3] for form in chosen)
+    for steps, batch in ((1000, 4), (250, 16), (2000, 4)):
+        for architecture in (first, second):
+            for form in (*chosen, SCEPTIC[0]):
+                rate = best_rate(records, Run(form, RATES[0], architecture))
+                for factor in (1.0, 0.5):  # a longer run wants a lower rate
+                    yield Run(form, rate * factor, architecture, steps=steps, batch=batch)
+    for steps in (250, 1000):
+        for base in chosen[:2]:
+            for form in (
+                dataclasses.replace(base, ns_steps=3),
+                dataclasses.replace(base, kind="amo"),
+            ):
+                rate = best_rate(records, Run(base, RATES[0], first))
+                yield Run(form, rate, first, steps=steps)
+    for rate in ADAMW_RATES:
+        yield from (Run(Form("adamw", *betas), rate, first) for betas in BETAS)
+    for seed in (1, 2, 3, 4):
+        for architecture in ARCHITECTURES:
+            for form in chosen:
+                rate = best_rate(records, Run(form, RATES[0], architecture))
+                yield Run(form, rate, architecture, seed=seed)
+    yield from (
+        Run(form, best_rate(records, Run(form, RATES[0], first)), first, rate_decay="linear")
+        for form in chosen
+    )
+    yield from (Run(form, RATES[3], first) for form in FORMS)
+    for architecture in (second, third):
+        yield from (Run(form, rate, architecture) for rate in RATES for form in FORMS)
+
+
+def build(model: Decoder, run: Run) -> torch.optim.Optimizer:
+    """The optimizer of a run."""
+    form, options = run.form, {"lr": run.rate, "weight_decay": Settings().weight_decay}
+    if form.kind == "adamw":
+        return torch.optim.AdamW(model.parameters(), betas=(form.decay, form.weight), **options)
+    config = {"momentum": form.decay, "nesterov": form.weight, "ns_dtype": "float32"}
+    if form.kind == "amo":
+        amo = AMOConfig.for_run(run.steps, **config, update_norm="exact")
+        return AMO(param_groups(model), config=amo, **options)
+    schedule = schedule_for(BASE_ELL, form.ns_steps)
+    muon = MuonConfig(**config, update_norm="exact", ns_guard_every=0)  # type: ignore[arg-type]
+    return Muon(param_groups(model), schedule=schedule, config=muon, **options)  # type: ignore[arg-type]
+
+
+def validation_loss(run: Run, corpus: data.Corpus) -> float:
+    """Train one run; the loss at its end."""
+    torch.set_num_threads(1)
+    torch.manual_seed(run.seed)
+    settings = Settings(batch=run.batch)
+    model = Decoder(ARCHITECTURES[run.architecture])
+    optimizer = build(model, run)
+    stream = data.batches(corpus.train, run.batch, settings.sequence, run.seed)
+    for step, batch in enumerate(islice(stream, run.steps), start=1):
+        factor = settings.rate_at(step, run.steps)
+        if run.rate_decay == "linear" and step > settings.warmup:
+            left = (run.steps - step) / (run.steps - settings.warmup)
+            factor = settings.final_rate + (1 - settings.final_rate) * left
+        for group in optimizer.param_groups:
+            group["lr"] = run.rate * factor
+            if run.form.first_decay is not None and group["algorithm"] == "muon":
+                risen = min(step / 100, 1.0) * (run.form.decay - run.form.first_decay)
+                group["momentum"] = group["nesterov"] = run.form.first_decay + risen
+        train.loss_of(model, batch).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    return train.evaluate(model, corpus, Settings())
+
+
+def report(records: Records) -> Iterator[str]:
+    """Tables: each form at each rate, and each form against today's at the best of both."""
+    settings = sorted({(r.architecture, r.steps, r.batch, r.rate_decay) for r in records})
+    for architecture, steps, batch, rate_decay in settings:
+        runs = [
+            run
+            for run in records
+            if (run.architecture, run.steps, run.batch, run.rate_decay)
+            == (architecture, steps, batch, rate_decay)
+        ]
+        rates = sorted({run.rate for run in runs if run.seed == 0})
+        yield f"\n### {architecture}, {steps} steps, batch of {batch}, {rate_decay}\n"
+        yield f"| form | {' | '.join(f'{rate:g}' for rate in rates)} | minus today's, by seed |"
+        yield "|---" * (len(rates) + 2) + "|"
+        for form in sorted({run.form for run in runs}, key=repr):
+            like = Run(form, 0.0, architecture, 0, steps, batch, rate_decay)
+            cells = [records.get(dataclasses.replace(like, rate=rate)) for rate in rates]
+            texts = ["" if loss is None else f"{loss:.4f}" for loss in cells]
+            pairs = differences(records, like)
+            yield f"| {name_of(form)} | {' | '.join(texts)} | {plus_minus(pairs, '+')} |"
+
+
+def differences(records: Records, like: Run) -> list[float]:
+    """Loss less today's by seed, both at the best rate of the first seed."""
+    today = dataclasses.replace(like, form=TODAY)
+    pairs = []
+    for seed in range(5):
+        both = [
+            records.get(dataclasses.replace(run, rate=best_rate(records, run), seed=seed))
+            for run in (like, today)
+        ]
+        if None not in both:
+            pairs.append(both[0] - both[1])  # type: ignore[operator]
+    return pairs
+
+
+def name_of(form: Form) -> str:
+    """Name of a form in a table."""
+    if form.kind == "adamw":
+        return f"AdamW, betas {form.decay:g} and {form.weight:g}"
+    text = f"decay {form.decay:g}, weight {form.weight:g}"
+    text += f", momentum from {form.first_decay:g}" if form.first_decay is not None else ""
+    return text + (
+        ", AMO" if form.kind == "amo" else f", {form.ns_steps} steps" * (form.ns_steps != 5)
+    )
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.plan_quality.momentum")
+    parser.add_argument("command", choices=("run", "report"))
+    parser.add_argument("--output", type=Path, default=RECORDS)
+    options = parser.parse_args(args)
+    records = read(options.output)
+    if options.command == "report":
+        print("\n".join(report(records)))
+        return 0
+    corpus = data.load(data.standard_library())
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    for run in jobs(records):
+        if run in records:
+            continue
+        records[run] = validation_loss(run, corpus)
+        line: dict[str, Any] = dataclasses.asdict(run) | {"validation_loss": records[run]}
+        with options.output.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        print(f"{name_of(run.form)}, {run}: {records[run]:.4f}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
