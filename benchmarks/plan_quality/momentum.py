@@ -107,11 +107,12 @@ def jobs(records: Records) -> Iterator[Run]:
     for rate in RATES[:3]:
         yield from (Run(form, rate, first) for form in FORMS)
     yield from (Run(form, rate, first) for form in SCEPTIC for rate in RATES[:3])
-    chosen = [TODAY, *best_forms(records, first, 2)]
-    yield from (Run(form, rate, second) for rate in RATES[:3] for form in chosen)
-    for steps, batch in ((1000, 4), (250, 16), (2000, 4)):
-        for architecture in (first, second):
-            for form in (*chosen, SCEPTIC[0]):
+    chosen = [TODAY, *best_forms(records, first, 1), SCEPTIC[-1]]
+    for architecture in (first, second):
+        if architecture != first:
+            yield from (Run(form, rate, architecture) for form in chosen for rate in RATES[:3])
+        for steps, batch in ((1000, 4), (250, 16), (2000, 4)):
+            for form in chosen:
                 rate = best_rate(records, Run(form, RATES[0], architecture))
                 for factor in (1.0, 0.5):  # a longer run wants a lower rate
                     yield Run(form, rate * factor, architecture, steps=steps, batch=batch)
