@@ -29,7 +29,7 @@ from benchmarks.plan_quality.data import Corpus, batches, load, standard_library
 
 RESULTS = Path(__file__).resolve().parent / "results" / "compare_optimizers.json"
 RATES = {
-    "AdamW": (2e-3, 4e-3, 8e-3),
+    "AdamW": (5e-4, 1e-3, 2e-3, 4e-3, 8e-3),
     "torch.optim.Muon": (4e-3, 8e-3, 1.6e-2),
     "Muon-PE": (4e-3, 8e-3, 1.6e-2),
     "AMO": (4e-3, 8e-3, 1.6e-2),

@@ -121,6 +121,8 @@ class Votes(NamedTuple):
         waits_differ: Whether only some ranks wait.
         texts_differ: Whether ranks have unlike texts.
         gradients_differ: Whether ranks of a parameter have unlike sets of gradients.
+        is_unlike: Whether ranks differ in any of these.
+        is_bad: Whether the step must change nothing.
     """
 
     gradient: int
@@ -129,6 +131,8 @@ class Votes(NamedTuple):
     waits_differ: bool
     texts_differ: bool
     gradients_differ: bool
+    is_unlike: bool
+    is_bad: bool
 
     @classmethod
     def of(cls, values: Sequence[int]) -> Votes:
@@ -137,17 +141,9 @@ class Votes(NamedTuple):
         marks, negatives = values[_MARKS:-size], values[-size:]
         waits, text, *by_set = (a != -b for a, b in zip(marks, negatives, strict=True))
         gradient, update, exists = values[:_MARKS]
-        return cls(gradient, update, exists, waits, text, any(by_set))
-
-    @property
-    def is_unlike(self) -> bool:
-        """Whether ranks differ."""
-        return self.waits_differ or self.texts_differ or self.gradients_differ
-
-    @property
-    def is_bad(self) -> bool:
-        """Whether the step must change nothing."""
-        return self.is_unlike or bool(self.gradient or self.update)
+        is_unlike = waits or text or any(by_set)
+        is_bad = is_unlike or bool(gradient or update)
+        return cls(gradient, update, exists, waits, text, any(by_set), is_unlike, is_bad)
 
 
 class Ballots:
@@ -367,7 +363,9 @@ class Ballots:
         if votes.gradients_differ:
             self._raise_for_missing(ballot.step, words)
         if ballot.step:
-            self._check_existence(ballot, votes.exists)
+            self._num_idle = 0 if votes.exists == 2 else self._num_idle + 1
+            if self._num_idle or ballot.step == 1:
+                self._check_existence(ballot, votes.exists)
         if votes.update:
             self._raise_for_updates(words)
         if not votes.gradient:
@@ -428,7 +426,6 @@ class Ballots:
                 with gradients.
         """
         step, registry = ballot.step, self._world.registry
-        self._num_idle = 0 if exists == 2 else self._num_idle + 1
         if not self._num_idle:
             pairs = zip(self._params, ballot.has_grad, strict=True)
             unused = [param.name for param, has_grad in pairs if param.views and not has_grad]

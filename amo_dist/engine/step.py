@@ -435,7 +435,18 @@ class Engine:
         with record_function("amo::orthogonalize"):
             self._orthogonalize(step, bucket)
         yield from bucket.scatter()
-        self._take_results(step, bucket.incoming)
+        with self._deferring(step, "updating matrices"):
+            results = [place.tensor for place in bucket.incoming]
+            if self._is_staged and results:
+                results = bring_down(results)
+            pieces = [self._piece(step, place) for place in bucket.incoming]
+            pairs = zip(pieces, results, strict=True)
+            present = [(piece, x) for piece, x in pairs if piece.local.grad is not None]
+            if not self.rule.has_post:
+                self._apply(step, present)
+                return
+            for piece, result in present:  # the memory of the bucket serves the next one
+                step.results.append((piece, result if self._is_staged else result.clone()))
 
     def _pack_momentum(self, step: Step, places: Sequence[Place]) -> None:
         """Write the momentum to orthogonalize into its places; NaN if that fails.
@@ -511,21 +522,6 @@ class Engine:
             dtype=self._dtype,
             library=self._library,
         )
-
-    def _take_results(self, step: Step, places: Sequence[Place]) -> None:
-        """Apply results, or keep them for the rule's `post`."""
-        with self._deferring(step, "updating matrices"):
-            results = [place.tensor for place in places]
-            if self._is_staged and results:
-                results = bring_down(results)
-            pieces = [self._piece(step, place) for place in places]
-            pairs = zip(pieces, results, strict=True)
-            present = [(piece, x) for piece, x in pairs if piece.local.grad is not None]
-            if not self.rule.has_post:
-                self._apply(step, present)
-                return
-            for piece, result in present:  # the memory of the bucket serves the next one
-                step.results.append((piece, result if self._is_staged else result.clone()))
 
     def _post(self, step: Step) -> None:
         """Apply what the rule makes of all results of this rank; a collective for each sum."""

@@ -93,15 +93,14 @@ def orthogonalize(
     """
     coefficients = tuple(coefficients)
     sizes = step_sizes(backend, x.shape[-2:], coefficients, dtype, x.device)
-
-    def run(x: Tensor) -> Tensor:
-        first, known = first_iterate(x, norm_scale, preconditioner, dtype, eps)
-        return run_steps(first, coefficients, sizes, known, library or TORCH)
-
-    if x.dim() == 2 or not on_cpu(x):
-        return run(x)
     # On a CPU batched products have other bits than single ones.
-    results = [run(matrix) for matrix in x]
+    splits = x.dim() == 3 and on_cpu(x)
+    results = []
+    for part in x if splits else [x]:
+        first, known = first_iterate(part, norm_scale, preconditioner, dtype, eps)
+        results.append(run_steps(first, coefficients, sizes, known, library or TORCH))
+    if not splits:
+        return results[0]
     return results[0].unsqueeze(0) if len(results) == 1 else torch.stack(results)
 
 

@@ -178,7 +178,7 @@ class Muon(torch.optim.Optimizer):
         self._dtypes = config.ns_dtype, config.wire_dtype
         self._assemble(ScheduleState(config, copy.copy(source)))
         check_keys(self.param_groups, self.rule_class.defaults)
-        self._check_groups(self.param_groups)
+        check_groups(self.param_groups, self._engine.rule.group_check)
         check_float16_eps(self._engine.parameters, self.param_groups)
         if len(self._engine.membership.ranks) == 1:
             self._check_matrices(len(self._engine.parameters.matrices))
@@ -201,10 +201,6 @@ class Muon(torch.optim.Optimizer):
         self._schedule_state = self._state_before = state
         self._decision: _Decision | None = None
         self._residual = self._observe_seconds = 0.0
-
-    def _check_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        rule = self._engine.rule
-        check_groups(groups, rule.check if rule.has_check else None)
 
     # ---------------------------------------------------------------- one step
 
@@ -257,34 +253,33 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def _step(self) -> None:
         with self._stopwatch.measure(self._engine.parameters.device):
-            self._run()
-
-    def _run(self) -> None:
-        fault: ValueError | None = None
-        try:
-            self._adopt_swapped_parameters()
-            self._engine.parameters.check(self.state)
-            self._check_groups(self.param_groups)
-        except ValueError as error:
-            fault = error
-        if self._engine.world is None:
-            self._connect(fault)
-        engine = self._engine
-        assert engine.ballots is not None
-        self._read_verdict()
-        orders = self._orders()
-        verdict = engine.agree(orders, fault)
-        if verdict.is_idle:
-            return
-        step = None
-        if verdict.reason:
-            self._count_skipped(orders.step, verdict.reason)
-        else:
-            step = engine.run(orders, verdict)
-        self._schedule_state = dataclasses.replace(self._schedule_state, steps_taken=orders.step)
-        for measurement in orders.measurements:
-            with torch.profiler.record_function("amo::observe"):
-                observe(engine, step, measurement)
+            fault: ValueError | None = None
+            try:
+                self._adopt_swapped_parameters()
+                self._engine.parameters.check(self.state)
+                check_groups(self.param_groups, self._engine.rule.group_check)
+            except ValueError as error:
+                fault = error
+            if self._engine.world is None:
+                self._connect(fault)
+            engine = self._engine
+            assert engine.ballots is not None
+            self._read_verdict()
+            orders = self._orders()
+            verdict = engine.agree(orders, fault)
+            if verdict.is_idle:
+                return
+            step = None
+            if verdict.reason:
+                self._count_skipped(orders.step, verdict.reason)
+            else:
+                step = engine.run(orders, verdict)
+            self._schedule_state = dataclasses.replace(
+                self._schedule_state, steps_taken=orders.step
+            )
+            for measurement in orders.measurements:
+                with torch.profiler.record_function("amo::observe"):
+                    observe(engine, step, measurement)
 
     def _read_verdict(self) -> None:
         """Read the verdict of the last step, if nobody has read it.
@@ -310,7 +305,7 @@ class Muon(torch.optim.Optimizer):
 
     def _orders(self) -> Orders:
         """The orders of the coming step; what they hold is made anew where schedules change."""
-        state, decision, world = self._schedule_state, self._decision, self.world
+        state, decision, world = self._schedule_state, self._decision, self._engine.world
         assert world is not None
         source, step = state.source, state.steps_taken + 1
         version, sample = source.version(step), source.sample(step)
@@ -325,9 +320,9 @@ class Muon(torch.optim.Optimizer):
             decision = self._decision = _Decision(version, schedules, digest)
         # The transition changes costs at each step, and a new assignment waits for all ranks.
         has_fixed_owners = (
-            self.config.ownership == "round_robin" or source.phase(step) == "transition"
+            state.config.ownership == "round_robin" or source.phase(step) == "transition"
         )
-        every, measurements = self.config.ns_guard_every, list[Measurement]()
+        every, measurements = state.config.ns_guard_every, list[Measurement]()
         turn = step // every if every and step % every == 0 else 0
         checked = matrix_to_check(world.registry, turn) if turn else None
         try:
@@ -710,7 +705,7 @@ class Muon(torch.optim.Optimizer):
             schedule_state = self._restored(loaded.control)
             # Last: state of another optimizer has been named by then.
             pairs = zip(self.param_groups, loaded.groups, strict=True)
-            self._check_groups([{**own, **saved} for own, saved in pairs])
+            check_groups([{**own, **saved} for own, saved in pairs], self._engine.rule.group_check)
         self._go_on_from(schedule_state)
         loaded.fill(self)
 

@@ -232,17 +232,22 @@ class Amo(Source):
     name = "amo"
 
     def __init__(self, config: AMOConfig) -> None:
-        self.config = config
+        self._begin_after(config, 0)
         self.observations: tuple[Observation, ...] = ()
         """Observations of the plan, or those toward it."""
         self.plan: Plan | None = None
-        self._begin = 0
-        """Step after which observations count: that at which changed settings dropped a plan."""
         self._sums: Mapping[str, ErrorSum] = {}
         """Errors of candidates by type; none before the first observation, and under a plan."""
         self._members: Mapping[str, Sequence[MatrixInfo]] = {}
         """Matrices of each operator type, sorted by name; types in their declared order."""
         self._warns_of_tau = config.planner == "paper"
+
+    def _begin_after(self, config: AMOConfig, step: int) -> None:
+        """Take settings, and the step after which observations count: 0, or that of a lost plan."""
+        self.config, self._begin = config, step
+        following = (step // config.interval + 1) * config.interval
+        self.observe_until = max(config.observe_until, following)
+        """Step of the last observation; at least one is made after a plan was dropped."""
 
     def bind(self, registry: Sequence[MatrixInfo]) -> None:
         """See `Source.bind`.
@@ -270,11 +275,6 @@ class Amo(Source):
                 fail("control.source", types, expected)
 
     # ---------------------------------------------------------------- schedules
-
-    @property
-    def observe_until(self) -> int:
-        """Step of the last observation; at least one is made after a plan was dropped."""
-        return max(self.config.observe_until, self._following(self._begin))
 
     def version(self, step: int) -> int:
         """The number of steps of the transition that are taken."""
@@ -313,8 +313,7 @@ class Amo(Source):
 
     def sample(self, step: int) -> Sequence[str]:
         """Names of the matrices to observe at a step, sorted; none at most steps."""
-        is_due = step % self.config.interval == 0 and step <= self.observe_until
-        if self.plan is not None or not is_due:
+        if self.plan is not None or step > self.observe_until or step % self.config.interval:
             return ()
         drawn: list[str] = []
         for name, members in self._members.items():
@@ -389,10 +388,6 @@ class Amo(Source):
         whole = math.fsum(weights)
         return [weight / whole if whole else 1 / len(weights) for weight in weights]
 
-    def _following(self, step: int) -> int:
-        """The first multiple of ``observe_every`` after a step."""
-        return (step // self.config.interval + 1) * self.config.interval
-
     # ---------------------------------------------------------------- state
 
     def state(self) -> dict[str, Any]:
@@ -415,7 +410,7 @@ class Amo(Source):
         observations of ``ell`` are kept; measured errors are of the later ones.
         """
         assert isinstance(config, AMOConfig)
-        self.config, self._begin = config, state["begin"]
+        self._begin_after(config, state["begin"])
         types = sort_operator_types({t for record in state["observations"] for t in record["ell"]})
         self.observations = tuple(
             Observation(record["step"], *({t: record[k][t] for t in types} for k in _BY_TYPE))
@@ -424,7 +419,8 @@ class Amo(Source):
         self._sums = {name: ErrorSum(**total) for name, total in state["errors"].items()}
         self.plan = None if state["plan"] is None else Plan.from_dict(state["plan"])
         if set(changed) - _SHARED:
-            self._begin, self._sums, self.plan = step, {}, None
+            self._sums, self.plan = {}, None
+            self._begin_after(config, step)
         self._check_types()
 
     def metrics(self, step: int) -> dict[str, float]:
