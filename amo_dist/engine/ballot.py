@@ -45,7 +45,7 @@ from amo_dist.distributed.ranks import (
 )
 from amo_dist.engine.parameters import Param, Parameters
 from amo_dist.engine.world import World
-from amo_dist.kernels.elementwise import exceed
+from amo_dist.kernels.elementwise import exceed, real
 
 logger = logging.getLogger(__name__)
 
@@ -220,7 +220,7 @@ class Ballots:
             num_terms = len(self._world.ranks) if misplaced else 1
             bounds = [(self._bounds[i] or least) / num_terms for i in full]
             sent = _sent(bounds, torch.float64, self._param_device)
-            unusable = exceed([*full.values()], sent)
+            unusable = exceed(real([*full.values()]), sent)
         has_grad = [grad is not None for grad in grads]
         names = [self._params[i].name for i in full]
         text, updates = self._failure or text, (self._updated, self._updates)

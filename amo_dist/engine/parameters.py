@@ -287,7 +287,7 @@ def split_groups(
         is_pairs = is_named and len(pairs) > 0
         require(is_pairs, "params", "a group without (name, parameter) pairs", remedy)
         for name, param in pairs:
-            _check_parameter(name, param)
+            _check_parameter(name, param, algorithm)
             other = name_by_tensor.setdefault(id(param), name)
             expected = "each tensor once, as param_groups lists tied ones"
             require(other is name, "params", f"one tensor as {other} and as {name}", expected)
@@ -301,7 +301,7 @@ def split_groups(
     return plain, Structure(tuple(names), tuple(views), tuple(replica_ranks))
 
 
-def _check_parameter(name: str, param: Any) -> None:
+def _check_parameter(name: str, param: Any, algorithm: str) -> None:
     """Refuse a parameter whose state cannot be made, or that cannot be orthogonalized."""
     require(isinstance(param, Tensor), name, type(param).__name__, "a tensor")
     storage = (
@@ -309,7 +309,8 @@ def _check_parameter(name: str, param: Any) -> None:
         "built, since its state is made at once"
     )
     require(not param.is_meta, name, "a meta tensor", storage)
-    require(param.is_floating_point(), name, f"dtype {param.dtype}", "a floating dtype")
+    is_trained = param.is_floating_point() or (param.is_complex() and algorithm == "adamw")
+    require(is_trained, name, f"dtype {param.dtype}", "a floating dtype (or complex under AdamW)")
     wide = "one of 16 bits or more: give the optimizer the main weights, not their float8 copies"
     require(param.element_size() > 1, name, f"dtype {param.dtype}", wide)
     is_dense = param.layout == torch.strided
@@ -390,7 +391,7 @@ def check_swap(before: Parameters, groups: Sequence[Mapping[str, Any]]) -> None:
         require(number == counts[index], place, f"{number} parameters", expected)
     tensors = [tensor for group in groups for tensor in group["params"]]
     for param, tensor in zip(before.params, tensors, strict=True):
-        _check_parameter(param.name, tensor)
+        _check_parameter(param.name, tensor, groups[param.group]["algorithm"])
         expected = f"{param.layout.shape}, that of the parameter in whose place it was put"
         shape = tuple(tensor.shape)
         require(shape == param.layout.shape, param.name, f"shape {shape}", expected)

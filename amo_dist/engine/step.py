@@ -77,6 +77,7 @@ from amo_dist.kernels.elementwise import (
     drop_nonfinite,
     master_weight,
     nesterov,
+    real,
     set_weights,
     update_momentum,
     wide_dtype,
@@ -373,10 +374,10 @@ class Engine:
                     pairs = zip(batch, weights, strict=True)
                     is_fused = not weights[0].is_cpu
                     adamw(
-                        weights,
-                        [grad.to(weight.dtype) for (_, grad), weight in pairs],
-                        [state["exp_avg"] for state in states],
-                        [state["exp_avg_sq"] for state in states],
+                        real(weights),
+                        real([grad.to(weight.dtype) for (_, grad), weight in pairs]),
+                        real([state["exp_avg"] for state in states]),
+                        real([state["exp_avg_sq"] for state in states]),
                         [],
                         [state["step"] for state in states],
                         foreach=not is_fused,
@@ -435,18 +436,7 @@ class Engine:
         with record_function("amo::orthogonalize"):
             self._orthogonalize(step, bucket)
         yield from bucket.scatter()
-        with self._deferring(step, "updating matrices"):
-            results = [place.tensor for place in bucket.incoming]
-            if self._is_staged and results:
-                results = bring_down(results)
-            pieces = [self._piece(step, place) for place in bucket.incoming]
-            pairs = zip(pieces, results, strict=True)
-            present = [(piece, x) for piece, x in pairs if piece.local.grad is not None]
-            if not self.rule.has_post:
-                self._apply(step, present)
-                return
-            for piece, result in present:  # the memory of the bucket serves the next one
-                step.results.append((piece, result if self._is_staged else result.clone()))
+        self._take_results(step, bucket.incoming)
 
     def _pack_momentum(self, step: Step, places: Sequence[Place]) -> None:
         """Write the momentum to orthogonalize into its places; NaN if that fails.
@@ -522,6 +512,21 @@ class Engine:
             dtype=self._dtype,
             library=self._library,
         )
+
+    def _take_results(self, step: Step, places: Sequence[Place]) -> None:
+        """Apply results, or keep them for the rule's `post`."""
+        with self._deferring(step, "updating matrices"):
+            results = [place.tensor for place in places]
+            if self._is_staged and results:
+                results = bring_down(results)
+            pieces = [self._piece(step, place) for place in places]
+            pairs = zip(pieces, results, strict=True)
+            present = [(piece, x) for piece, x in pairs if piece.local.grad is not None]
+            if not self.rule.has_post:
+                self._apply(step, present)
+                return
+            for piece, result in present:  # the memory of the bucket serves the next one
+                step.results.append((piece, result if self._is_staged else result.clone()))
 
     def _post(self, step: Step) -> None:
         """Apply what the rule makes of all results of this rank; a collective for each sum."""

@@ -57,6 +57,11 @@ def wide_dtype(*dtypes: torch.dtype) -> torch.dtype:
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
+def real(tensors: Tensors) -> list[Tensor]:
+    """Tensors as they are; complex ones as views ``(..., 2)`` of their real and imaginary parts."""
+    return [torch.view_as_real(x) if x.is_complex() else x for x in tensors]
+
+
 def largest_entry(x: Tensor) -> Tensor:
     """Greatest absolute entry of each matrix, without a host sync.
 

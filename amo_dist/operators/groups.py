@@ -183,8 +183,11 @@ def _classify_all(
     """
     classified: dict[str, Classified] = {}
     unknown: dict[str, tuple[int, ...]] = {}
-    for name, _ in parameters:
+    for name, parameter in parameters:
         shape, site = shapes[name], sites[name]
+        if parameter.is_complex():
+            classified[name] = None, "complex"
+            continue
         result = find_views(name, shape, targets, shapes, site=site, **options)
         is_unknown = result is None or result[1] == OUTSIDE
         # A matrix of one row or column is a vector, such as a magnitude of weight_norm.

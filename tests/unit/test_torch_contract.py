@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from amo_dist import AMO, ROOT, AdaMuon, AMOConfig, Muon, NorMuon, param_groups
+from amo_dist.engine.ballot import NonFiniteGradientError
 from tests import runs
 from tests.distributed import models
 from tests.runs import WQ
@@ -114,3 +115,26 @@ def test_a_hook_may_put_a_number_into_the_state() -> None:
     optimizer.register_state_dict_pre_hook(lambda own: own.state.update(test=1))
     assert optimizer.state_dict()["state"]["test"] == 1
     runs.train(model, optimizer, 1, 1)
+
+
+def test_complex_parameters_are_trained_by_adamw_as_pytorch_does() -> None:
+    """Beside matrices; a NaN in an imaginary part is an error, too."""
+    torch.manual_seed(0)
+    model = torch.nn.Module()
+    model.up_proj = torch.nn.Linear(8, 16, bias=False)
+    model.phases = torch.nn.Parameter(torch.randn(16, 3, dtype=torch.complex64))
+    twin = torch.nn.Parameter(model.phases.detach().clone())
+    options = {"lr": 0.01, "weight_decay": 0.1, "betas": (0.9, 0.95)}
+    groups = param_groups(model, patterns={r"up_proj\.weight": "mlp_up"})
+    optimizer = Muon(groups, **options)
+    expected = torch.optim.AdamW([twin], foreach=True, **options)
+    for _ in range(3):
+        model.up_proj.weight.grad = torch.randn_like(model.up_proj.weight)
+        model.phases.grad = twin.grad = torch.randn_like(twin)
+        optimizer.step()
+        expected.step()
+        assert torch.equal(model.phases, twin)
+    model.phases.grad = torch.full_like(twin, complex(0.0, float("nan")))
+    with pytest.raises(NonFiniteGradientError, match="phases"):
+        optimizer.step()
+    assert torch.equal(model.phases, twin)
