@@ -111,12 +111,7 @@ def drop_nonfinite(updates: Tensor) -> Tensor:
     Returns:
         Flags of the matrices that were zeroed, boolean, ``(b, 1, 1)``.
     """
-    if on_cpu(updates):
-        bad = ~torch.isfinite(largest_entry(updates))
-    else:
-        # The sum of finite entries is finite in float64, to which a device casts as it reads.
-        total = updates.sum(dim=(-2, -1), keepdim=True, dtype=torch.float64)
-        bad = total.sub_(total) != 0  # NaN where it is not finite, in fewer calls than isfinite
+    bad = ~(largest_entry(updates) < math.inf)  # of NaN, too
     updates.masked_fill_(bad, 0.0)
     return bad
 
@@ -286,6 +281,9 @@ def _parts(
 ) -> Iterator[tuple[torch.dtype, list[list[Any]]]]:
     """Parts of lists that are computed together, in bounded memory, and the dtype of arithmetic.
 
+    One tensor with gaps between its rows, such as a piece of some columns, would send a whole list
+    to one launch for each tensor: such tensors have lists of their own.
+
     Raises:
         ValueError: Lists of different lengths.
     """
@@ -298,7 +296,9 @@ def _parts(
     first, second = lists[:2]
     parts: dict[object, list[int]] = {}
     for index, size in enumerate(accumulate(map(Tensor.numel, first))):
-        key = (size // _GROUP_ELEMENTS, first[index].dtype, second[index].dtype)
+        pair = first[index], second[index]
+        is_dense = all(tensor.is_contiguous() for tensor in pair)
+        key = (size // _GROUP_ELEMENTS, is_dense, *(tensor.dtype for tensor in pair))
         parts.setdefault(key, []).append(index)
     for indices in parts.values():
         dtype = wide_dtype(first[indices[0]].dtype)

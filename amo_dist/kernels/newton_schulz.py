@@ -202,12 +202,13 @@ def first_iterate(
     wide = wide_dtype(x.dtype, dtype)
     has_eps = eps > _LEAST_EPS * torch.finfo(dtype).eps
     if not (on_cpu(x) or has_eps or preconditioner == "aol" or wide == torch.float64):
-        # The fewest passes over memory. Kernels cast as they read and write: squares of any float32
-        # stay in the range of float64. The clamp turns 0 / 0 into 0.
-        norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.float64)
-        divisor = norm.mul_(norm_scale).clamp_(min=_LEAST_ENTRY[torch.float64])
+        # Few launches, and one float32 copy, where a norm in float64 would copy x in float64.
+        # Entries up to one have squares in the range of float32. The clamps turn 0 / 0 into 0.
+        unit = x.div(largest_entry(x).to(wide).clamp_(min=_LEAST_ENTRY[wide]))
+        norm = torch.linalg.vector_norm(unit, dim=(-2, -1), keepdim=True)
+        divisor = norm.mul_(norm_scale).clamp_(min=_LEAST_ENTRY[wide])
         first = torch.empty(x.shape, dtype=dtype, device=x.device)
-        return torch.div(x, divisor, out=first), None
+        return torch.div(unit, divisor, out=first), None
     # The maximum is taken in the dtype of x, which may be half as long to read, and is the same in
     # any order. The clamp keeps zero matrices from 0 / 0.
     largest = largest_entry(x).to(wide).clamp_(min=_LEAST_ENTRY[wide])

@@ -144,3 +144,19 @@ def test_matrices_that_are_not_finite_become_zero(dtype: torch.dtype, value: flo
     assert drop_nonfinite(updates).flatten().tolist() == [False, True, False]
     assert not updates[1].any()
     assert torch.equal(updates[::2], kept[::2])
+
+
+def test_lists_with_gaps_between_rows_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device one such tensor would send its whole list to a launch for each tensor."""
+    lists: list[list[bool]] = []
+    multiply = torch._foreach_mul_
+
+    def spy(tensors: list[Tensor], factor: object) -> None:
+        lists.append([tensor.is_contiguous() for tensor in tensors])
+        multiply(tensors, factor)
+
+    monkeypatch.setattr(torch, "_foreach_mul_", spy)
+    buffers = [torch.ones(4, 6), torch.ones(4, 12)[:, :6], torch.ones(4, 6)]
+    elementwise.update_momentum(buffers, [torch.ones(4, 6)] * 3, 0.5)
+    assert sorted(lists) == [[False], [True, True]]
+    assert all(buffer.eq(1.5).all() for buffer in buffers)

@@ -9,7 +9,9 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from amo_dist.kernels import elementwise
 from amo_dist.kernels import newton_schulz as module
 from amo_dist.kernels.newton_schulz import (
     NS_BACKENDS,
@@ -124,6 +126,28 @@ def test_devices_scale_momentum_in_one_pass(dtype: torch.dtype) -> None:
     # A quotient is rounded in another dtype before it is rounded to bfloat16: to a neighbour.
     torch.testing.assert_close(found[:-1], expected[:-1], rtol=2**-7, atol=0)
     assert expected[:-2].abs().amax(dim=(-2, -1)).min() > 0.05
+
+
+class Float64Copies(TorchDispatchMode):
+    """Sizes of the tensors that a reduction in float64 would copy on a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.float64 in (*args, *(kwargs or {}).values()):
+            self.sizes.append(args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+def test_devices_copy_no_batch_in_float64() -> None:
+    x = torch.randn(3, 160, 130, generator=torch.Generator().manual_seed(0)).bfloat16()
+    with mock.patch.object(module, "on_cpu", return_value=False), Float64Copies() as copies:
+        results = orthogonalize(x, KJ, dtype=torch.bfloat16)
+        with mock.patch.object(elementwise, "on_cpu", return_value=False):
+            elementwise.drop_nonfinite(results)
+    assert max(copies.sizes, default=0) <= len(x)
 
 
 def chosen(
