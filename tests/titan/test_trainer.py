@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torchtitan.trainer as titan
 
 from torchtitan_ext.plugin import stop
+from torchtitan_ext.plugin.trainer import Trainer
 from torchtitan_ext.signals import StopSignal
 
 stop.install()
@@ -88,3 +90,21 @@ def test_asking_does_not_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) ->
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert signal.answer()
+
+
+def test_the_optimizers_groups_follow_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the first step torchtitan lowers those of its own groups alone."""
+    calls: list[tuple[float, object]] = []
+    set_timeout = lambda timeout, group: calls.append((timeout.total_seconds(), group))  # noqa: E731
+    monkeypatch.setattr(dist, "set_timeout", set_timeout, raising=False)
+    monkeypatch.setattr(titan.Trainer, "train_step", lambda self, data: None)
+    trainer: Any = object.__new__(Trainer)
+    trainer.has_trained, trainer._follows_timeout = False, True
+    trainer.config = SimpleNamespace(comm=SimpleNamespace(train_timeout_seconds=7))
+    world = SimpleNamespace(group="world", groups_by_ranks={(0, 1): "pair", (0,): None})
+    trainer.optimizers = SimpleNamespace(optimizers=[SimpleNamespace(world=world)])
+    trainer.train_step(None)
+    assert not calls
+    trainer.train_step(None)
+    trainer.train_step(None)
+    assert sorted(calls) == [(7.0, "pair"), (7.0, "world")]

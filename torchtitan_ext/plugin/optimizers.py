@@ -338,6 +338,13 @@ class OptimizersContainer(titan.OptimizersContainer):
         return self.optimizers[0]
 
 
+def groups_of_ranks(container: Any) -> set[dist.ProcessGroup]:
+    """Process groups in which the container's optimizers of the Muon family communicate."""
+    worlds = [getattr(optimizer, "world", None) for optimizer in container.optimizers]
+    groups = {g for w in worlds if w is not None for g in (w.group, *w.groups_by_ranks.values())}
+    return groups - {None}
+
+
 def groups_of(model_parts: Sequence[nn.Module], config: Any) -> list[dict[str, Any]]:
     """Parameter groups for an optimizer.
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 import torchtitan.trainer as titan
 from torchtitan.config.configs import DebugConfig, ParallelismConfig, TrainingConfig
 
@@ -19,7 +21,7 @@ from torchtitan_ext.plugin.activations import Activations
 from torchtitan_ext.plugin.checkpoints import CheckpointManager
 from torchtitan_ext.plugin.losses import Loss
 from torchtitan_ext.plugin.metrics import MetricsProcessor
-from torchtitan_ext.plugin.optimizers import OptimizersContainer
+from torchtitan_ext.plugin.optimizers import OptimizersContainer, groups_of_ranks
 from torchtitan_ext.plugin.validation import Validator
 
 
@@ -84,8 +86,17 @@ class Trainer(titan.Trainer):
         super().__init__(config)
         self.has_trained = False
         """Whether this process made a step."""
+        self._follows_timeout = True
 
     def train_step(self, data_iterator: Any) -> None:
-        """Make one step."""
+        """Make one step; the second one begins with the timeout of a trained step everywhere.
+
+        After the first step torchtitan lowers the timeout of its own groups alone.
+        """
+        if self.has_trained and self._follows_timeout:
+            self._follows_timeout = False
+            timeout = timedelta(seconds=self.config.comm.train_timeout_seconds)
+            for group in groups_of_ranks(self.optimizers):
+                dist.set_timeout(timeout, group)  # type: ignore[attr-defined]
         super().train_step(data_iterator)
         self.has_trained = True
