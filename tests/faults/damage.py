@@ -28,11 +28,18 @@ class Ledger:
         return dict(sorted(((step_of(path), path) for path in folders), reverse=True))
 
     def damaged(self, folder: Path) -> set[str]:
-        """Names of the files of a checkpoint that are not as they were written."""
+        """Names of the files of a checkpoint that are not as they were written.
+
+        A smaller world that writes over a checkpoint leaves files behind, which do not count.
+        """
+        sums = folder / CHECKSUMS
+        counted = {*json.loads(sums.read_bytes())} if sums.exists() else set[str]()
         return {
             path.name
             for path, stamp in self._damaged.items()
-            if path.parent == folder and (not path.exists() or path.stat().st_mtime_ns == stamp)
+            if path.parent == folder
+            and (path.name in counted or not counted)
+            and (not path.exists() or path.stat().st_mtime_ns == stamp)
         }
 
     def harm(self, rng: random.Random, kind: str) -> str:
@@ -41,7 +48,6 @@ class Ledger:
         folder = next(iter(complete.values()), self._folder)
         if not (folder / CHECKSUMS).exists():  # a kill came before they were written
             return ""
-        # The files that count: a smaller world that wrote over a checkpoint left others behind.
         names = {*json.loads((folder / CHECKSUMS).read_bytes())} - self.damaged(folder)
         if not names:
             return ""
