@@ -163,9 +163,9 @@ class ExchangeConfig:
     ownership: str = "round_robin"
     """Assignment of matrices to owner ranks: ``round_robin``, or ``balanced``, which gives the
     matrix of most flops first to the rank with the least work."""
-    bucket_bytes: int = 64 * 2**20
+    bucket_bytes: int = 24 * 2**20
     """Approximate bytes of the matrices that one exchange sends together; a larger matrix is sent
-    alone."""
+    alone. Smaller buckets need less memory and overlap better, larger ones need fewer launches."""
     ns_kernels: str = "auto"
     """Library that computes the matrix products of Newton-Schulz on CUDA: ``torch``; ``quack``, the
     symmetric products of quack-kernels (install the extra ``quack``), for bfloat16 or float16 and
