@@ -1,6 +1,6 @@
 """What an exchange sends, counted three ways that must agree: by formula, by pair, by plan.
 
-Elements, not bytes, as in `torchtitan_ext.tools.ledger`.
+Elements, not bytes.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Sequence
 
+import torch
+
 from amo_dist.distributed.layout import Matrix
 from amo_dist.distributed.plan import ExchangePlan, Job, count_elements
-from torchtitan_ext.tools.ledger import sent_by_owner
 
 Pair = tuple[int, int]
 """Global ranks: source and destination."""
@@ -55,6 +56,43 @@ def predict(matrices: Sequence[Matrix], jobs: Sequence[Job]) -> Volume:
         served = sum(replica[0] in job.targets for replica in matrix.replicas)
         total += Volume(gathered=size - kept, delivered=served * size - kept)
     return total
+
+
+def sent_by_owner(
+    matrices: Sequence[Matrix], jobs: Sequence[Job], num_ranks: int
+) -> dict[int, torch.Tensor]:
+    """Count the elements that each owner gathers from, and delivers to, each rank.
+
+    Args:
+        matrices: Layouts of the matrices, which jobs index.
+        jobs: Jobs of ranks below ``num_ranks``.
+        num_ranks: Size of the world.
+
+    Returns:
+        int64 tensors ``(2, num_ranks)`` by owner: elements gathered from each rank, and delivered
+        to it.
+    """
+    known: dict[int, torch.Tensor] = {}
+    counts: dict[int, torch.Tensor] = defaultdict(
+        lambda: torch.zeros((2, num_ranks), dtype=torch.int64)
+    )
+    for job in jobs:
+        held = _held(matrices[job.matrix], num_ranks, known)
+        for count, ranks in zip(counts[job.owner], (job.sources, job.targets), strict=True):
+            index = torch.tensor(ranks)
+            count[index] += held[index]
+    for owner, elements in counts.items():
+        elements[:, owner] = 0  # the owner's own elements stay
+    return counts
+
+
+def _held(matrix: Matrix, num_ranks: int, known: dict[int, torch.Tensor]) -> torch.Tensor:
+    """Count the elements of a matrix that each rank holds: int64, ``(num_ranks,)``."""
+    # The key is an identity, because matrices of one shape and layout share this object.
+    key = id(matrix.regions_by_rank)
+    if key not in known:
+        known[key] = torch.tensor([matrix.num_held(rank) for rank in range(num_ranks)])
+    return known[key]
 
 
 def sent_by_pair(

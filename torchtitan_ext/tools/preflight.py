@@ -31,7 +31,6 @@ def add_command(subparsers: Any) -> None:
     )
     parser.add_argument("config", metavar="FILE", help="TOML file, such as those in configs")
     parser.add_argument("--world", type=int, default=32, help="number of ranks (default 32)")
-    parser.add_argument("--gpus-per-node", type=int, default=8, help="ranks per node (default 8)")
     parser.add_argument(
         "--memory-gb",
         type=float,
@@ -57,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: The arguments or the file cannot be read.
     """
-    for field in ("world", "gpus_per_node", "memory_gb"):
+    for field in ("world", "memory_gb"):
         if (value := getattr(args, field)) is not None and not 0 < value <= MOST_RANKS:
             raise ValueError(
                 f"--{field.replace('_', '-')}: found {value}, expected more than 0 and at most "
@@ -74,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     is_elsewhere = args.world > machine.most_ranks()
     memory_gb = args.memory_gb or (80.0 if is_elsewhere else machine.gpu_memory_gb())
     config, problems = preflight_here.validate_config(config, args.world, memory_gb)
-    report = predict(config, args.world, args.gpus_per_node, problems)
+    report = predict(config, args.world, problems)
     if args.dry_run and not problems:
         print(f"training two steps as one of {args.world} ranks ...", file=sys.stderr, flush=True)
         report["dry run"] = collect(problems, lambda: dry_run(config, args.world))
@@ -87,15 +86,12 @@ def run(args: argparse.Namespace) -> int:
     return 1 if problems else 0
 
 
-def predict(
-    config: Any, world_size: int, ranks_per_node: int, problems: list[str]
-) -> dict[str, Any]:
+def predict(config: Any, world_size: int, problems: list[str]) -> dict[str, Any]:
     """Make the report as JSON values, without the parts that mistakes leave unknown.
 
     Args:
         config: A config from :func:`torchtitan_ext.tools.preflight_here.validate_config`.
         world_size: Number of ranks.
-        ranks_per_node: Consecutive ranks of one node.
         problems: Mistakes of the config. An unknown matrix inside a block, and a schedule file that
             lacks an operator type are appended.
 
@@ -129,7 +125,7 @@ def predict(
     }
     report["run"] = _run(config, by_name)
     if by_name["tp"] == by_name["pp"] == 1:  # no other layout has a model of costs here
-        report |= _costs(config, by_name, registry, steps, ranks_per_node)
+        report |= _costs(config, by_name, registry, steps)
     return report
 
 
@@ -221,7 +217,6 @@ def _costs(
     degrees: Mapping[str, int],
     registry: Sequence[MatrixInfo],
     steps: list[tuple[str, int, int]],
-    ranks_per_node: int,
 ) -> dict[str, Any]:
     """Work and traffic of the ranks in an optimizer step, by ownership, and their memory."""
     from torchtitan_ext.tools.preflight_memory import logit_bytes, memory_of
@@ -239,15 +234,12 @@ def _costs(
         after = {name: count for name, _, count in steps}
         for ownership in OWNERSHIPS:
             settings = dataclasses.replace(muon, ownership=ownership)
-            cost = StepCost(
-                registry, matrices, after, ranks, ranks_per_node=ranks_per_node, config=settings
-            )
+            cost = StepCost(registry, matrices, after, ranks, config=settings)
             ownership_rows[ownership] = {
                 "owners": len({job.owner for job in cost.jobs}),
                 "busiest / mean": cost.imbalance,
                 "GFLOP of the busiest": cost.flops.max().item() / 1e9,
-                "sent within the node bytes": cost.within.double().mean().item(),
-                "to other nodes bytes": cost.across.double().mean().item(),
+                "sent bytes": cost.sent,
             }
             if ownership == muon.ownership:
                 exchange, newton_schulz = cost.buffers(), cost.memory() - cost.buffers()

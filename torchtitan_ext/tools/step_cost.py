@@ -18,7 +18,6 @@ from amo_dist.distributed.layout import Matrix, make_matrix, mesh_layout
 from amo_dist.distributed.plan import BucketPlan, Job, assign, count_elements, plan_exchange
 from amo_dist.schedule.allocate import ns_step_flops
 from amo_dist.schedule.types import MatrixInfo
-from torchtitan_ext.tools.ledger import sent_by_rank
 
 OWNERSHIPS = ("round_robin", "balanced")
 
@@ -49,14 +48,12 @@ class StepCost:
         matrices: Layouts of the matrices, in the same order.
         steps: Newton-Schulz steps by operator type.
         num_ranks: Number of ranks of the layouts.
-        ranks_per_node: Number of consecutive ranks that form a node.
         config: Settings of ownership and dtypes.
 
     Attributes:
         jobs: Matrix and owner of each piece of work.
         flops: Newton-Schulz flops by rank, float64 ``(num_ranks,)``.
-        within: Bytes that a rank sends within its node; int64 ``(num_ranks,)``.
-        across: Bytes that a rank sends to other nodes; int64 ``(num_ranks,)``.
+        sent: Bytes that a rank sends, mean of all ranks.
     """
 
     def __init__(
@@ -66,7 +63,6 @@ class StepCost:
         steps: Mapping[str, int],
         num_ranks: int,
         *,
-        ranks_per_node: int = 8,
         config: MuonConfig | None = None,
     ) -> None:
         self._matrices, self._num_ranks = matrices, num_ranks
@@ -83,8 +79,12 @@ class StepCost:
         self.flops = torch.zeros(num_ranks, dtype=torch.float64)
         for job in self.jobs:
             self.flops[job.owner] += costs[job.matrix]
-        sent = sent_by_rank(matrices, self.jobs, num_ranks, ranks_per_node)
-        self.within, self.across = (self._wire * elements for elements in sent)
+        sent = 0
+        for job in self.jobs:
+            matrix = matrices[job.matrix]
+            copies = sum(replica[0] in job.targets for replica in matrix.replicas)
+            sent += (1 + copies) * matrix.num_elements - 2 * matrix.num_held(job.owner)
+        self.sent = self._wire * sent / num_ranks
 
     @property
     def imbalance(self) -> float:
