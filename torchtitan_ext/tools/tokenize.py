@@ -34,7 +34,7 @@ OPTIONS: dict[str, tuple[Any, tuple[str, ...] | None, str]] = {
 
 
 def tokenize(args: argparse.Namespace) -> int:
-    """Have ``datatrove`` run all tasks that are not done.
+    """Run all tasks that are not done by ``datatrove``.
 
     Args:
         args: Options of the command.
