@@ -121,8 +121,6 @@ class Votes(NamedTuple):
         waits_differ: Whether only some ranks wait.
         texts_differ: Whether ranks have unlike texts.
         gradients_differ: Whether ranks of a parameter have unlike sets of gradients.
-        is_unlike: Whether ranks differ in any of these.
-        is_bad: Whether the step must change nothing.
     """
 
     gradient: int
@@ -131,8 +129,6 @@ class Votes(NamedTuple):
     waits_differ: bool
     texts_differ: bool
     gradients_differ: bool
-    is_unlike: bool
-    is_bad: bool
 
     @classmethod
     def of(cls, values: Sequence[int]) -> Votes:
@@ -141,9 +137,17 @@ class Votes(NamedTuple):
         marks, negatives = values[_MARKS:-size], values[-size:]
         waits, text, *by_set = (a != -b for a, b in zip(marks, negatives, strict=True))
         gradient, update, exists = values[:_MARKS]
-        is_unlike = waits or text or any(by_set)
-        is_bad = is_unlike or bool(gradient or update)
-        return cls(gradient, update, exists, waits, text, any(by_set), is_unlike, is_bad)
+        return cls(gradient, update, exists, waits, text, any(by_set))
+
+    @property
+    def is_unlike(self) -> bool:
+        """Whether ranks differ."""
+        return self.waits_differ or self.texts_differ or self.gradients_differ
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether the step must change nothing."""
+        return self.is_unlike or bool(self.gradient or self.update)
 
 
 class Ballots:

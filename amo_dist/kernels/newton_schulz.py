@@ -93,14 +93,15 @@ def orthogonalize(
     """
     coefficients = tuple(coefficients)
     sizes = step_sizes(backend, x.shape[-2:], coefficients, dtype, x.device)
+
+    def run(x: Tensor) -> Tensor:
+        first, known = first_iterate(x, norm_scale, preconditioner, dtype, eps)
+        return run_steps(first, coefficients, sizes, known, library or TORCH)
+
+    if x.dim() == 2 or not on_cpu(x):
+        return run(x)
     # On a CPU batched products have other bits than single ones.
-    splits = x.dim() == 3 and on_cpu(x)
-    results = []
-    for part in x if splits else [x]:
-        first, known = first_iterate(part, norm_scale, preconditioner, dtype, eps)
-        results.append(run_steps(first, coefficients, sizes, known, library or TORCH))
-    if not splits:
-        return results[0]
+    results = [run(matrix) for matrix in x]
     return results[0].unsqueeze(0) if len(results) == 1 else torch.stack(results)
 
 
@@ -201,17 +202,17 @@ def first_iterate(
     """
     wide = wide_dtype(x.dtype, dtype)
     has_eps = eps > _LEAST_EPS * torch.finfo(dtype).eps
+    # The maximum is taken in the dtype of x, which may be half as long to read, and is the same in
+    # any order. The clamp keeps zero matrices from 0 / 0.
+    largest = largest_entry(x).to(wide).clamp_(min=_LEAST_ENTRY[wide])
     if not (on_cpu(x) or has_eps or preconditioner == "aol" or wide == torch.float64):
         # Few launches, and one float32 copy, where a norm in float64 would copy x in float64.
-        # Entries up to one have squares in the range of float32. The clamps turn 0 / 0 into 0.
-        unit = x.div(largest_entry(x).to(wide).clamp_(min=_LEAST_ENTRY[wide]))
+        # Entries up to one have squares in the range of float32. The clamp turns 0 / 0 into 0.
+        unit = x.div(largest)
         norm = torch.linalg.vector_norm(unit, dim=(-2, -1), keepdim=True)
         divisor = norm.mul_(norm_scale).clamp_(min=_LEAST_ENTRY[wide])
         first = torch.empty(x.shape, dtype=dtype, device=x.device)
         return torch.div(unit, divisor, out=first), None
-    # The maximum is taken in the dtype of x, which may be half as long to read, and is the same in
-    # any order. The clamp keeps zero matrices from 0 / 0.
-    largest = largest_entry(x).to(wide).clamp_(min=_LEAST_ENTRY[wide])
     # Contiguous before any sum or product, whose bits depend on the strides. Matrices are divided,
     # not multiplied by a reciprocal: that of a denormal is infinite.
     x = x.contiguous()

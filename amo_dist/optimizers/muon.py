@@ -178,7 +178,7 @@ class Muon(torch.optim.Optimizer):
         self._dtypes = config.ns_dtype, config.wire_dtype
         self._assemble(ScheduleState(config, copy.copy(source)))
         check_keys(self.param_groups, self.rule_class.defaults)
-        check_groups(self.param_groups, self._engine.rule.group_check)
+        self._check_groups(self.param_groups)
         check_float16_eps(self._engine.parameters, self.param_groups)
         if len(self._engine.membership.ranks) == 1:
             self._check_matrices(len(self._engine.parameters.matrices))
@@ -201,6 +201,10 @@ class Muon(torch.optim.Optimizer):
         self._schedule_state = self._state_before = state
         self._decision: _Decision | None = None
         self._residual = self._observe_seconds = 0.0
+
+    def _check_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        rule = self._engine.rule
+        check_groups(groups, rule.check if rule.has_check else None)
 
     # ---------------------------------------------------------------- one step
 
@@ -257,7 +261,7 @@ class Muon(torch.optim.Optimizer):
             try:
                 self._adopt_swapped_parameters()
                 self._engine.parameters.check(self.state)
-                check_groups(self.param_groups, self._engine.rule.group_check)
+                self._check_groups(self.param_groups)
             except ValueError as error:
                 fault = error
             if self._engine.world is None:
@@ -705,7 +709,7 @@ class Muon(torch.optim.Optimizer):
             schedule_state = self._restored(loaded.control)
             # Last: state of another optimizer has been named by then.
             pairs = zip(self.param_groups, loaded.groups, strict=True)
-            check_groups([{**own, **saved} for own, saved in pairs], self._engine.rule.group_check)
+            self._check_groups([{**own, **saved} for own, saved in pairs])
         self._go_on_from(schedule_state)
         loaded.fill(self)
 

@@ -232,22 +232,17 @@ class Amo(Source):
     name = "amo"
 
     def __init__(self, config: AMOConfig) -> None:
-        self._begin_after(config, 0)
+        self.config = config
         self.observations: tuple[Observation, ...] = ()
         """Observations of the plan, or those toward it."""
         self.plan: Plan | None = None
+        self._begin = 0
+        """Step after which observations count: that at which changed settings dropped a plan."""
         self._sums: Mapping[str, ErrorSum] = {}
         """Errors of candidates by type; none before the first observation, and under a plan."""
         self._members: Mapping[str, Sequence[MatrixInfo]] = {}
         """Matrices of each operator type, sorted by name; types in their declared order."""
         self._warns_of_tau = config.planner == "paper"
-
-    def _begin_after(self, config: AMOConfig, step: int) -> None:
-        """Take settings, and the step after which observations count: 0, or that of a lost plan."""
-        self.config, self._begin = config, step
-        following = (step // config.interval + 1) * config.interval
-        self.observe_until = max(config.observe_until, following)
-        """Step of the last observation; at least one is made after a plan was dropped."""
 
     def bind(self, registry: Sequence[MatrixInfo]) -> None:
         """See `Source.bind`.
@@ -275,6 +270,12 @@ class Amo(Source):
                 fail("control.source", types, expected)
 
     # ---------------------------------------------------------------- schedules
+
+    @property
+    def observe_until(self) -> int:
+        """Step of the last observation; at least one is made after a plan was dropped."""
+        following = (self._begin // self.config.interval + 1) * self.config.interval
+        return max(self.config.observe_until, following)
 
     def version(self, step: int) -> int:
         """The number of steps of the transition that are taken."""
@@ -410,7 +411,7 @@ class Amo(Source):
         observations of ``ell`` are kept; measured errors are of the later ones.
         """
         assert isinstance(config, AMOConfig)
-        self._begin_after(config, state["begin"])
+        self.config, self._begin = config, state["begin"]
         types = sort_operator_types({t for record in state["observations"] for t in record["ell"]})
         self.observations = tuple(
             Observation(record["step"], *({t: record[k][t] for t in types} for k in _BY_TYPE))
@@ -419,8 +420,7 @@ class Amo(Source):
         self._sums = {name: ErrorSum(**total) for name, total in state["errors"].items()}
         self.plan = None if state["plan"] is None else Plan.from_dict(state["plan"])
         if set(changed) - _SHARED:
-            self._sums, self.plan = {}, None
-            self._begin_after(config, step)
+            self._begin, self._sums, self.plan = step, {}, None
         self._check_types()
 
     def metrics(self, step: int) -> dict[str, float]:
