@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import math
 import platform
 import statistics
 import tempfile
@@ -26,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from benchmarks.plan_quality.data import Corpus, batches, load, standard_library
+from benchmarks.plan_quality.settings import Settings
 
 RESULTS = Path(__file__).resolve().parent / "results" / "compare_optimizers.json"
 RATES = {
@@ -37,7 +37,7 @@ RATES = {
 """Peak learning rates to try. All Muons scale updates to the size of AdamW's."""
 RANKS, BATCH, SEQUENCE, EVERY, VALIDATION_BATCHES = 2, 16, 128, 20, 8
 """Ranks; sequences of a step over all ranks; tokens of a sequence; steps between validations."""
-BETAS, WEIGHT_DECAY, WARMUP = (0.9, 0.95), 0.1, 20
+BETAS, SETTINGS = (0.9, 0.95), Settings()
 
 
 def build_model(seed: int) -> nn.Module:
@@ -68,7 +68,7 @@ def build_optimizers(
     """The optimizers that train a model together."""
     from amo_dist import AMO, AMOConfig, make_optimizer, param_groups
 
-    options: dict[str, Any] = {"lr": rate, "weight_decay": WEIGHT_DECAY}
+    options: dict[str, Any] = {"lr": rate, "weight_decay": SETTINGS.weight_decay}
     if name == "AdamW":
         return [torch.optim.AdamW(model.parameters(), betas=BETAS, **options)]
     groups = param_groups(model)
@@ -83,8 +83,8 @@ def build_optimizers(
 
 def factor(step: int, steps: int) -> float:
     """The rate of a step, counted from 0, over the peak: warm-up, then a cosine to a tenth."""
-    decay = 0.55 + 0.45 * math.cos(math.pi * max(step - WARMUP, 0) / (steps - WARMUP))
-    return min((step + 1) / WARMUP, 1.0) * decay
+    # The first step of the warm-up has a rate, too.
+    return SETTINGS.rate_at(max(step, min(step + 1, SETTINGS.warmup)), steps)
 
 
 def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor, rank: int) -> Tensor:
@@ -111,7 +111,7 @@ def train(
     data = batches(corpus.train, BATCH, SEQUENCE, seed)
     for step, (inputs, targets) in enumerate(itertools.islice(data, steps), start=1):
         loss_of(model, inputs, targets, rank).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), SETTINGS.max_norm)
         for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
             optimizer.step()
             scheduler.step()

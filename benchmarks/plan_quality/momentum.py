@@ -158,23 +158,17 @@ def validation_loss(run: Run, corpus: data.Corpus) -> float:
     """Train one run; the loss at its end."""
     torch.set_num_threads(1)
     torch.manual_seed(run.seed)
-    settings = Settings(batch=run.batch)
+    settings = Settings(batch=run.batch, rate_decay=run.rate_decay)
     model = Decoder(ARCHITECTURES[run.architecture])
     optimizer = build(model, run)
     stream = data.batches(corpus.train, run.batch, settings.sequence, run.seed)
     for step, batch in enumerate(islice(stream, run.steps), start=1):
-        factor = settings.rate_at(step, run.steps)
-        if run.rate_decay == "linear" and step > settings.warmup:
-            left = (run.steps - step) / (run.steps - settings.warmup)
-            factor = settings.final_rate + (1 - settings.final_rate) * left
         for group in optimizer.param_groups:
-            group["lr"] = run.rate * factor
+            group["lr"] = run.rate * settings.rate_at(step, run.steps)
             if run.form.first_decay is not None and group["algorithm"] == "muon":
                 risen = min(step / 100, 1.0) * (run.form.decay - run.form.first_decay)
                 group["momentum"] = group["nesterov"] = run.form.first_decay + risen
-        train.loss_of(model, batch).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_norm)
-        optimizer.step()
+        train.take_step(model, optimizer, batch, settings)
         optimizer.zero_grad()
     return train.evaluate(model, corpus, Settings())
 

@@ -14,6 +14,8 @@ class Settings:
     sequence: int = 128
     """Tokens; a step takes ``batch * sequence`` of them."""
     warmup: int = 20
+    rate_decay: str = "cosine"
+    """Form of the decay after the warm-up: ``cosine`` or ``linear``."""
     final_rate: float = 0.1
     """Learning rate at the end, in peaks."""
     weight_decay: float = 0.1
@@ -26,10 +28,12 @@ class Settings:
     """How often, evenly, they are taken after it, of the uniform run."""
 
     def rate_at(self, step: int, steps: int) -> float:
-        """Learning rate at a step of so many, in peaks: a linear warm-up, then a cosine."""
+        """Learning rate at a step of so many, in peaks: a linear warm-up, then the decay."""
         if step <= self.warmup:
             return step / self.warmup
         progress = (step - self.warmup) / (steps - self.warmup)
+        if self.rate_decay == "linear":
+            return self.final_rate + (1 - self.final_rate) * (1 - progress)
         return self.final_rate + (1 - self.final_rate) * (1 + math.cos(math.pi * progress)) / 2
 
 

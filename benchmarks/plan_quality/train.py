@@ -178,15 +178,23 @@ def _train(
     for step, batch in zip(steps, reordered(stream, order), strict=True):
         for group in optimizer.param_groups:
             group["lr"] = start.rate * settings.rate_at(step, start.steps)
-        loss = loss_of(model, batch)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_norm)
-        optimizer.step()
+        loss = take_step(model, optimizer, batch, settings)
         if step in observed:
             spectra[step] = momentum_spectra(momenta(optimizer))
         optimizer.zero_grad()
-        losses.append(loss.item())
+        losses.append(loss)
     return losses, spectra
+
+
+def take_step(
+    model: Decoder, optimizer: torch.optim.Optimizer, batch: Batch, settings: Settings
+) -> float:
+    """Take one step with clipped gradients, which stay; returns the loss before it."""
+    loss = loss_of(model, batch)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_norm)
+    optimizer.step()
+    return loss.item()
 
 
 def reordered(stream: Iterator[Batch], order: int) -> Iterator[Batch]:
