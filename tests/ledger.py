@@ -9,8 +9,6 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Sequence
 
-import torch
-
 from amo_dist.distributed.layout import Matrix
 from amo_dist.distributed.plan import ExchangePlan, Job, count_elements
 
@@ -58,43 +56,6 @@ def predict(matrices: Sequence[Matrix], jobs: Sequence[Job]) -> Volume:
     return total
 
 
-def sent_by_owner(
-    matrices: Sequence[Matrix], jobs: Sequence[Job], num_ranks: int
-) -> dict[int, torch.Tensor]:
-    """Count the elements that each owner gathers from, and delivers to, each rank.
-
-    Args:
-        matrices: Layouts of the matrices, which jobs index.
-        jobs: Jobs of ranks below ``num_ranks``.
-        num_ranks: Size of the world.
-
-    Returns:
-        int64 tensors ``(2, num_ranks)`` by owner: elements gathered from each rank, and delivered
-        to it.
-    """
-    known: dict[int, torch.Tensor] = {}
-    counts: dict[int, torch.Tensor] = defaultdict(
-        lambda: torch.zeros((2, num_ranks), dtype=torch.int64)
-    )
-    for job in jobs:
-        held = _held(matrices[job.matrix], num_ranks, known)
-        for count, ranks in zip(counts[job.owner], (job.sources, job.targets), strict=True):
-            index = torch.tensor(ranks)
-            count[index] += held[index]
-    for owner, elements in counts.items():
-        elements[:, owner] = 0  # the owner's own elements stay
-    return counts
-
-
-def _held(matrix: Matrix, num_ranks: int, known: dict[int, torch.Tensor]) -> torch.Tensor:
-    """Count the elements of a matrix that each rank holds: int64, ``(num_ranks,)``."""
-    # The key is an identity, because matrices of one shape and layout share this object.
-    key = id(matrix.regions_by_rank)
-    if key not in known:
-        known[key] = torch.tensor([matrix.num_held(rank) for rank in range(num_ranks)])
-    return known[key]
-
-
 def sent_by_pair(
     matrices: Sequence[Matrix], jobs: Sequence[Job], num_ranks: int
 ) -> dict[Pair, Volume]:
@@ -109,12 +70,14 @@ def sent_by_pair(
         By ``(source, destination)``; pairs that exchange nothing are absent.
     """
     sent: dict[Pair, Volume] = defaultdict(Volume)
-    for owner, counts in sent_by_owner(matrices, jobs, num_ranks).items():
-        for rank, (gathered, delivered) in enumerate(counts.T.tolist()):
-            if gathered:
-                sent[rank, owner] += Volume(gathered=gathered)
-            if delivered:
-                sent[owner, rank] += Volume(delivered=delivered)
+    for job in jobs:
+        matrix, owner = matrices[job.matrix], job.owner
+        for rank in range(num_ranks):
+            held = 0 if rank == owner else matrix.num_held(rank)
+            if held and rank in job.sources:
+                sent[rank, owner] += Volume(gathered=held)
+            if held and rank in job.targets:
+                sent[owner, rank] += Volume(delivered=held)
     return dict(sent)
 
 

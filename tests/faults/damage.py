@@ -27,13 +27,17 @@ class Ledger:
         folders = (path.parent for path in self._folder.glob(f"step-*/{METADATA}"))
         return dict(sorted(((step_of(path), path) for path in folders), reverse=True))
 
-    def damaged(self, folder: Path) -> set[str]:
-        """Names of the files of a checkpoint that are not as they were written.
+    def counted(self, folder: Path) -> set[str]:
+        """Names of the files of a checkpoint; none before its checksums are written.
 
         A smaller world that writes over a checkpoint leaves files behind, which do not count.
         """
         sums = folder / CHECKSUMS
-        counted = {*json.loads(sums.read_bytes())} if sums.exists() else set[str]()
+        return {*json.loads(sums.read_bytes())} if sums.exists() else set()
+
+    def damaged(self, folder: Path) -> set[str]:
+        """Names of the files of a checkpoint that are not as they were written."""
+        counted = self.counted(folder)
         return {
             path.name
             for path, stamp in self._damaged.items()
@@ -46,10 +50,8 @@ class Ledger:
         """Damages a file of the newest complete checkpoint; returns the event, or nothing."""
         complete = self.complete()
         folder = next(iter(complete.values()), self._folder)
-        if not (folder / CHECKSUMS).exists():  # a kill came before they were written
-            return ""
-        names = {*json.loads((folder / CHECKSUMS).read_bytes())} - self.damaged(folder)
-        if not names:
+        names = self.counted(folder) - self.damaged(folder)
+        if not names:  # all are damaged, or a kill came before the checksums were written
             return ""
         path = folder / rng.choice(sorted(names))
         data = bytearray(path.read_bytes())
