@@ -10,7 +10,8 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from dataclasses import replace
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ def read(path: Path) -> Records:
 
 def best_rate(records: Records, run: Run) -> float:
     """Rate of the least loss among the runs that differ from ``run`` in nothing else."""
-    tried = [other for other in records if dataclasses.replace(other, rate=run.rate) == run]
+    tried = [other for other in records if replace(other, rate=run.rate) == run]
     return min(tried, key=records.__getitem__, default=run).rate
 
 
@@ -108,20 +109,16 @@ def jobs(records: Records) -> Iterator[Run]:
         yield from (Run(form, rate, first) for form in FORMS)
     yield from (Run(form, rate, first) for form in SCEPTIC for rate in RATES[:3])
     chosen = [TODAY, *best_forms(records, first, 1), SCEPTIC[-1]]
-    for architecture in (first, second):
-        if architecture != first:
-            yield from (Run(form, rate, architecture) for form in chosen for rate in RATES[:3])
-        for steps, batch in ((1000, 4), (250, 16), (2000, 4)):
-            for form in chosen:
-                rate = best_rate(records, Run(form, RATES[0], architecture))
-                for factor in (1.0, 0.5):  # a longer run wants a lower rate
-                    yield Run(form, rate * factor, architecture, steps=steps, batch=batch)
+    lengths = {(2000, 4): (1.0, 0.5), (250, 16): (1.0, 2.0)}  # longer runs want lower rates
+    for architecture in (second, first, third):
+        yield from (Run(form, rate, architecture) for form in chosen for rate in RATES[:3])
+        for (steps, batch), factors in lengths.items():
+            for form, factor in product(chosen, factors):
+                rate = best_rate(records, Run(form, RATES[0], architecture)) * factor
+                yield Run(form, rate, architecture, steps=steps, batch=batch)
     for steps in (250, 1000):
-        for base in chosen[:2]:
-            for form in (
-                dataclasses.replace(base, ns_steps=3),
-                dataclasses.replace(base, kind="amo"),
-            ):
+        for base in chosen:
+            for form in (replace(base, ns_steps=3), replace(base, kind="amo")):
                 rate = best_rate(records, Run(base, RATES[0], first))
                 yield Run(form, rate, first, steps=steps)
     for rate in ADAMW_RATES:
@@ -189,7 +186,7 @@ def report(records: Records) -> Iterator[str]:
         yield "|---" * (len(rates) + 2) + "|"
         for form in sorted({run.form for run in runs}, key=repr):
             like = Run(form, 0.0, architecture, 0, steps, batch, rate_decay)
-            cells = [records.get(dataclasses.replace(like, rate=rate)) for rate in rates]
+            cells = [records.get(replace(like, rate=rate)) for rate in rates]
             texts = ["" if loss is None else f"{loss:.4f}" for loss in cells]
             pairs = differences(records, like)
             yield f"| {name_of(form)} | {' | '.join(texts)} | {plus_minus(pairs, '+')} |"
@@ -197,11 +194,11 @@ def report(records: Records) -> Iterator[str]:
 
 def differences(records: Records, like: Run) -> list[float]:
     """Loss less today's by seed, both at the best rate of the first seed."""
-    today = dataclasses.replace(like, form=TODAY)
+    today = replace(like, form=TODAY)
     pairs = []
     for seed in range(5):
         both = [
-            records.get(dataclasses.replace(run, rate=best_rate(records, run), seed=seed))
+            records.get(replace(run, rate=best_rate(records, run), seed=seed))
             for run in (like, today)
         ]
         if None not in both:
