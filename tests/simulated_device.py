@@ -16,10 +16,11 @@ Not simulated: streams (all work is in order), allocators, the bits of CUDA's ow
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -150,6 +151,15 @@ class Device:
         """Begin to count anew."""
         for counter in (self.operations, self.waits, self.collectives):
             counter.clear()
+
+    def held_bytes(self, without: Iterable[Tensor] = ()) -> int:
+        """Bytes of all memory of the device that tensors keep alive, but for that of some."""
+        gc.collect()
+        tensors = [one for one in gc.get_objects() if type(one) is SimulatedTensor]
+        storages = {one._cdata: one for one in map(SimulatedTensor.untyped_storage, tensors)}
+        for tensor in without:
+            storages.pop(tensor.untyped_storage()._cdata, None)
+        return sum(storage.nbytes() for storage in storages.values())
 
     def wait(self, what: str) -> None:
         """Count a wait for all that was asked."""

@@ -5,6 +5,7 @@ This is the one module that moves matrices. It knows nothing of what is computed
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -24,6 +25,41 @@ BUCKETS_IN_FLIGHT = 2
 _ALIGNMENT = 64
 """Elements. Each whole matrix starts at a multiple of this, aligned like a tensor of its own: the
 bits of a product may depend on that."""
+
+
+class Memory:
+    """Memory of the buckets of one exchange, which the model has between steps.
+
+    Views of it stay valid while it is free. A CPU keeps it: there, new memory costs a step some
+    percent.
+
+    Args:
+        device: Device of the memory.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._tensors: list[Tensor] = []
+
+    def empty(self, size: int, dtype: torch.dtype) -> Tensor:
+        """New memory of ``size`` elements, 1-D."""
+        self._tensors.append(torch.empty(size, dtype=dtype, device=self._device))
+        return self._tensors[-1]
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the memory, and free it at the end.
+
+        If the body raises it is not freed: a collective may still be writing to it.
+        """
+        for tensor in self._tensors:
+            storage = tensor.untyped_storage()
+            if storage.nbytes() < tensor.nbytes:
+                storage.resize_(tensor.nbytes)
+        yield
+        if self._device.type != "cpu":
+            for tensor in self._tensors:
+                tensor.untyped_storage().resize_(0)
 
 
 class Place(NamedTuple):
@@ -47,7 +83,7 @@ class _Packed(NamedTuple):
 
 
 class Bucket:
-    """Matrices that travel together, on one rank; its memory serves step after step.
+    """Matrices that travel together, on one rank; it serves step after step.
 
     A step fills the places of ``outgoing``, gathers, computes ``wholes`` in place, scatters, and
     reads the places of ``incoming``. If a bucket does not travel, both are places in ``wholes``.
@@ -139,7 +175,7 @@ def make_buckets(
     matrices: Sequence[Matrix],
     *,
     group: dist.ProcessGroup | None,
-    device: torch.device,
+    memory: Memory,
     dtype: torch.dtype,
 ) -> list[Bucket]:
     """Allocate the memory of a plan, and lay its buckets out in it; communicates nothing.
@@ -151,7 +187,7 @@ def make_buckets(
         plan: Plan of this rank; it fixes the order of collectives, the same on all peers.
         matrices: Matrices, which the plan indexes.
         group: Process group of the plan's peers; None on a single rank.
-        device: Device of the memory.
+        memory: Memory of the buckets; new, and filled here.
         dtype: Dtype in which matrices travel.
 
     Returns:
@@ -159,34 +195,32 @@ def make_buckets(
     """
     plans = [*plan.local, *plan.buckets]
     size = max((sum(_space(matrices[i].shape) for i in p.owned) for p in plans), default=0)
-    memory = torch.empty(size, dtype=dtype, device=device)
+    wholes = memory.empty(size, dtype)
     fields = ("to_owners", "from_holders", "to_holders", "from_owners")
-    sides = [_pack([getattr(p, field) for p in plan.buckets], dtype, device) for field in fields]
-    local = [Bucket(p, matrices, memory, (), None) for p in plan.local]
+    sides = [_pack([getattr(p, field) for p in plan.buckets], dtype, memory) for field in fields]
+    local = [Bucket(p, matrices, wholes, (), None) for p in plan.local]
     sides_by_bucket = zip(plan.buckets, *sides, strict=True)
-    return local + [Bucket(p, matrices, memory, own, group) for p, *own in sides_by_bucket]
+    return local + [Bucket(p, matrices, wholes, own, group) for p, *own in sides_by_bucket]
 
 
-def _pack(transfers: Sequence[ByPeer], dtype: torch.dtype, device: torch.device) -> list[_Packed]:
+def _pack(transfers: Sequence[ByPeer], dtype: torch.dtype, memory: Memory) -> list[_Packed]:
     """One side of the transfers of all buckets, which take turns in two buffers."""
     sizes = [[dtype.itemsize * count_elements(held) for held in by_peer] for by_peer in transfers]
     totals = list(map(sum, sizes))
     slots = [
-        torch.empty(
-            max(totals[first::BUCKETS_IN_FLIGHT], default=0), dtype=torch.uint8, device=device
-        )
+        memory.empty(max(totals[first::BUCKETS_IN_FLIGHT], default=0), torch.uint8)
         for first in range(BUCKETS_IN_FLIGHT)
     ]
     packed = []
     for index, by_peer in enumerate(transfers):
-        memory = slots[index % BUCKETS_IN_FLIGHT][: totals[index]]
+        slot = slots[index % BUCKETS_IN_FLIGHT][: totals[index]]
         regions = list(_flat(by_peer))
-        parts = memory.view(dtype).split([region.num_elements for _, region in regions])
+        parts = slot.view(dtype).split([region.num_elements for _, region in regions])
         places = [
             Place(matrix, region, part.view(region.source_shape[-2:]))
             for (matrix, region), part in zip(regions, parts, strict=True)
         ]
-        packed.append(_Packed(memory, sizes[index], places))
+        packed.append(_Packed(slot, sizes[index], places))
     return packed
 
 

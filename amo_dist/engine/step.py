@@ -47,6 +47,7 @@ from amo_dist.config import MuonConfig
 from amo_dist.distributed.bucket import (
     BUCKETS_IN_FLIGHT,
     Bucket,
+    Memory,
     Place,
     bring_down,
     make_buckets,
@@ -98,6 +99,8 @@ class Exchange(NamedTuple):
     """Digest of the plan, the same on all of these ranks."""
     buckets: list[Bucket]
     """Buckets, in the order in which they travel."""
+    memory: Memory
+    """Memory of the buckets."""
     sent: Mapping[int, int]
     """Elements sent to each other peer in a step."""
     itemsize: int
@@ -319,7 +322,8 @@ class Engine:
             # AdamW runs under the first gather.
             adamw: Callable[[], None] | None = functools.partial(self._adamw, step)
             for exchange in self._exchanges:
-                self._pipeline(step, exchange.buckets, adamw)
+                with exchange.memory.held():
+                    self._pipeline(step, exchange.buckets, adamw)
                 adamw = None
             if adamw is not None:
                 adamw()
@@ -697,8 +701,11 @@ class Engine:
                 itemsize=dtype.itemsize,
                 bucket_bytes=config.bucket_bytes,
             )
-            buckets = make_buckets(plan, matrices, group=group, device=self.device, dtype=dtype)
-            exchanges.append(Exchange(plan.digest, buckets, plan.num_sent(), dtype.itemsize))
+            memory = Memory(self.device)
+            buckets = make_buckets(plan, matrices, group=group, memory=memory, dtype=dtype)
+            exchanges.append(
+                Exchange(plan.digest, buckets, memory, plan.num_sent(), dtype.itemsize)
+            )
         return exchanges
 
     # ---------------------------------------------------------------- figures

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from amo_dist.distributed.bucket import Bucket, Place, make_buckets
+from amo_dist.distributed.bucket import Bucket, Memory, Place, make_buckets
 from amo_dist.distributed.plan import assign, plan_exchange
 from amo_dist.engine.step import Engine
 from tests.layouts import Model, local_tensor
@@ -61,7 +61,7 @@ class Negation(Engine):
                 self.plan,
                 self.model.matrices,
                 group=dist.group.WORLD,
-                device=torch.device("cpu"),
+                memory=Memory(torch.device("cpu")),
                 dtype=self.dtype,
             )
         self.numbers = {

@@ -243,8 +243,8 @@ def _costs(
             }
             if ownership == muon.ownership:
                 exchange, newton_schulz = cost.buffers(), cost.memory() - cost.buffers()
-    # The buffers of the exchange stay through forward and backward.
-    peak = sum(memory.values()) + exchange + max(logits, newton_schulz)
+    # The exchange frees its buffers between steps.
+    peak = sum(memory.values()) + max(logits, exchange + newton_schulz)
     memory |= {"exchange_bytes": exchange, "newton_schulz_bytes": newton_schulz}
     memory |= {"logits_bytes": logits, "at_most_bytes": peak}
     return {

@@ -109,7 +109,7 @@ class StepCost:
         return [[self._matrices[index].shape for index in b.owned] for b in self._buckets()]
 
     def buffers(self) -> int:
-        """Bytes that the busiest rank holds for the exchange, in the step and between steps.
+        """Bytes that the busiest rank holds for the exchange during a step.
 
         Buckets in flight take turns with the buffers of each kind of transfer, and the matrices of
         the current bucket are held once. A holder has a share of the matrices of every owner, and
