@@ -14,14 +14,12 @@ from __future__ import annotations
 import argparse
 import cProfile
 import math
-import pstats
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from amo_dist import AMO, AMOConfig
 from amo_dist.engine.observe import coefficient_table
@@ -30,60 +28,21 @@ from amo_dist.operators.groups import param_groups
 from amo_dist.schedule.polar_express import SAFETY
 from amo_dist.schedule.source import Amo
 from benchmarks.measure import CLOCKS, paired, report
-from benchmarks.shapes import ELL_BY_TYPE, MODELS, DecoderShape
+from benchmarks.shapes import ELL_BY_TYPE, MODELS, DecoderShape, make_module
 
-INTERVAL, NEVER = 150, 10**6
-
-
-class Matrices(nn.Module):
-    """The matrices of a model under its names, in layers; nothing that could run forward."""
-
-    def __init__(self, model: DecoderShape, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        self.layers = nn.ModuleDict()
-        for layer in range(model.layers):
-            block = nn.Module()
-            for matrix in model.block():
-                part, leaf, _ = matrix.name.split(".")
-                if not hasattr(block, part):
-                    block.add_module(part, nn.Module())
-                linear = nn.Module()
-                value = torch.randn(matrix.shape, generator=generator) * 0.02
-                linear.weight = nn.Parameter(value.to(dtype))
-                block.get_submodule(part).add_module(leaf, linear)
-            self.layers[str(layer)] = block
-
-
-def set_gradients(module: nn.Module) -> None:
-    """One random gradient for each parameter; the benchmarks repeat it."""
-    generator = torch.Generator().manual_seed(1)
-    for param in module.parameters():
-        param.grad = torch.randn(param.shape, generator=generator).to(param.dtype) * 1e-3
-
-
-def config(transition_steps: int, ns_dtype: str) -> AMOConfig:
-    return AMOConfig(
-        observe_until=1,
-        observe_every=1,
-        transition_steps=transition_steps,
-        sample_size=1,
-        ns_dtype=ns_dtype,
-    )
+TRANSITION_STEPS, INTERVAL, NEVER = 300, 150, 10**6
+ROUNDS = 5
+"""Steps that are timed."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead", description=__doc__)
     parser.add_argument("--model", default="Qwen3-70M", choices=MODELS)
-    parser.add_argument("--transition-steps", type=int, default=300)
-    parser.add_argument("--ns-dtype", default="bfloat16")
-    parser.add_argument("--steps", type=int, default=5, help="locked steps to time")
-    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(args)
-    torch.set_num_threads(options.threads)
+    torch.set_num_threads(1)
     rows = measure(options)
     report("overhead", rows, options.output, vars(options))
     return 0
@@ -91,22 +50,25 @@ def main(args: Sequence[str] | None = None) -> int:
 
 def measure(options: argparse.Namespace) -> list[dict[str, object]]:
     model = MODELS[options.model]
-    settings = config(options.transition_steps, options.ns_dtype)
+    settings = AMOConfig(
+        observe_until=1,
+        observe_every=1,
+        transition_steps=TRANSITION_STEPS,
+        sample_size=1,
+        ns_dtype="bfloat16",
+    )
     now = CLOCKS[options.clock]
     plan_seconds, by_step = _transition(model, settings, now)
-    module = Matrices(model)
-    set_gradients(module)
-    optimizer = AMO(param_groups(module), lr=1e-3, config=settings)
-    optimizer.step()
-    for _ in range(2):
+    optimizer = AMO(param_groups(make_module(model)), lr=1e-3, config=settings)
+    for _ in range(3):
         optimizer.step()
-    step = statistics.median(_timed(optimizer.step, now) for _ in range(options.steps))
+    step = statistics.median(_timed(optimizer.step, now) for _ in range(ROUNDS))
     if options.profile:
-        profiler = cProfile.Profile()
-        profiler.runcall(optimizer.step)
-        pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
+        with cProfile.Profile() as profiler:
+            optimizer.step()
+        profiler.print_stats("tottime")
     transition = statistics.median(by_step)
-    share = plan_seconds / options.transition_steps
+    share = plan_seconds / TRANSITION_STEPS
     observation = _observation(model, options)
     return [
         {"what": "step", "ms": 1e3 * step, "% of a step": 100.0},
@@ -133,20 +95,14 @@ def _observation(model: DecoderShape, options: argparse.Namespace) -> float:
     """Seconds that observing takes of a step: the median over rounds, two optimizers in turns."""
     steps: dict[str, Callable[[], object]] = {}
     for name, every in (("plain", NEVER), ("observing", 1)):
-        module = Matrices(model)
-        set_gradients(module)
-        settings = AMOConfig(
-            observe_until=NEVER,
-            observe_every=every,
-            ns_dtype=options.ns_dtype,
-        )
-        steps[name] = AMO(param_groups(module), lr=1e-3, config=settings).step
-    seconds = paired(steps, options.steps, clock=options.clock)
+        settings = AMOConfig(observe_until=NEVER, observe_every=every, ns_dtype="bfloat16")
+        steps[name] = AMO(param_groups(make_module(model)), lr=1e-3, config=settings).step
+    seconds = paired(steps, ROUNDS, clock=options.clock)
     rounds = zip(seconds["observing"], seconds["plain"], strict=True)
     return statistics.median(observing - plain for observing, plain in rounds)
 
 
-def _timed(run: Callable[[], object], now: Callable[[], float] = time.perf_counter) -> float:
+def _timed(run: Callable[[], object], now: Callable[[], float]) -> float:
     start = now()
     run()
     return now() - start

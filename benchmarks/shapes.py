@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
+from torch import nn
+
+from tests.distributed.models import build
 from torchtitan_ext.tools.shapes import MODELS as PAPER_MODELS
 from torchtitan_ext.tools.shapes import DecoderShape
 
-__all__ = ["ELL_BY_TYPE", "MODELS", "DecoderShape"]
+__all__ = ["ELL_BY_TYPE", "MODELS", "DecoderShape", "make_module", "shapes_by_name"]
 
 MODELS: Mapping[str, DecoderShape] = {**PAPER_MODELS, "small": DecoderShape(4, 96, 288, 4, 4)}
 """The paper's models, and one of 28 matrices of 96 x 96 to 96 x 288, such as a first try has."""
@@ -22,3 +26,25 @@ ELL_BY_TYPE = {
     "mlp_down": 5e-3,
 }
 """Targets of unequal types, for a locked schedule that no longer is the uniform one."""
+
+
+def shapes_by_name(model: DecoderShape) -> dict[str, tuple[int, int]]:
+    """Shapes of all matrices of a model, under torchtitan's names."""
+    return {
+        f"layers.{layer}.{matrix.name}": matrix.shape
+        for layer in range(model.layers)
+        for matrix in model.block()
+    }
+
+
+def make_module(model: DecoderShape, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """The matrices of a model with random gradients; nothing that could run forward."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(shape: tuple[int, ...], size: float) -> torch.Tensor:
+        return (torch.randn(shape, generator=generator) * size).to(dtype)
+
+    module = build({name: random(shape, 0.02) for name, shape in shapes_by_name(model).items()})
+    for parameter in module.parameters():
+        parameter.grad = random(tuple(parameter.shape), 1e-3)
+    return module

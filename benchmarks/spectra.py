@@ -2,8 +2,7 @@
 
 ``python -m benchmarks.spectra`` first lists errors on hard spectra, then times one observation of
 Qwen3-1.7B, with 205 trial schedules, against ``svdvals`` in float32, on the same matrices in the
-same rounds: one matrix of each distinct shape, weighted to the 56 of an observation (``--full``
-runs all 56).
+same rounds: one matrix of each distinct shape, weighted to the 56 of an observation.
 
 ``--dtypes`` lists instead how far results of Newton-Schulz, as they arrive, are from those of the
 same schedule in float64, by ``ns_dtype`` and ``wire_dtype``. ``--study DIR`` adds momentum spectra
@@ -17,20 +16,21 @@ import functools
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from amo_dist.engine.observe import coefficient_table
 from amo_dist.kernels.newton_schulz import orthogonalize
 from amo_dist.kernels.spectrum import distances
 from amo_dist.kernels.spectrum import spectrum as measured_spectrum
-from amo_dist.schedule.polar_express import compose
-from benchmarks.measure import paired, ratio, report
+from amo_dist.schedule.polar_express import compose, schedule_for
+from benchmarks.measure import paired, report
 from benchmarks.shapes import MODELS
 
-SAMPLE_SIZE = 8
+MODEL, SAMPLE_SIZE = MODELS["Qwen3-1.7B"], 8
 NORM_SCALE = 1.01
 STEPS = range(3, 8)
 ERROR_SHAPES = ((64, 64), (256, 256), (256, 768), (512, 512))
@@ -46,46 +46,35 @@ DTYPES = (
 
 def main(args: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.spectra", description=__doc__)
-    parser.add_argument("--model", default="Qwen3-1.7B", choices=MODELS)
-    parser.add_argument("--full", action="store_true", help="all matrices of one observation")
-    parser.add_argument("--scale", type=int, default=1, help="divides every side of the model")
-    parser.add_argument("--kappa", type=float, default=1e5, help="of the timed matrices")
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--dtypes", action="store_true", help="errors by dtype, and nothing else")
     parser.add_argument("--study", type=Path, help="folder of spectra")
     options = parser.parse_args(args)
-    torch.set_num_threads(options.threads)
+    torch.set_num_threads(1)
     if options.dtypes:
         report("spectra_dtypes", measure_dtypes(options.study), options.output)
         return 0
+    errors_path = options.output and options.output.with_stem(f"{options.output.stem}_errors")
     errors = [
         measure_errors(shape, kind, kappa)
         for shape in ERROR_SHAPES
         for kind in ("decaying", "clustered", "lonely", "deficient")
         for kappa in KAPPAS
     ]
-    report("spectra_errors", errors, None if options.output is None else _beside(options.output))
-    times = measure_times(options)
+    report("spectra_errors", errors, errors_path)
+    times = measure_times(options.rounds, options.clock)
     report("spectra", times, options.output, vars(options))
     return 0
-
-
-def _beside(path: Path) -> Path:
-    return path.with_name(f"{path.stem}_errors{path.suffix}")
 
 
 @functools.cache
 def trials() -> Tensor:
     """Schedules of 3 to 7 steps for ten bounds a decade: ``(205, 7, 3)``."""
-    schedules = []
-    for tenths in range(-50, -9):
-        for steps in STEPS:
-            padding = [(1.0, 0.0, 0.0)] * (STEPS[-1] - steps)
-            schedules.append([*compose(10 ** (tenths / 10), steps), *padding])
-    return torch.tensor(schedules, dtype=torch.float64)
+    return coefficient_table(
+        [schedule_for(10 ** (tenths / 10), k) for tenths in range(-50, -9) for k in STEPS]
+    )
 
 
 def with_spectrum(sigma: Tensor, n: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -113,12 +102,6 @@ def spectrum(kind: str, m: int, kappa: float) -> Tensor:
     return sigma
 
 
-METHODS: dict[str, Callable[[Tensor], float]] = {
-    "svd float64": lambda x: torch.linalg.svdvals(x)[-1].item(),
-    "svd float32": lambda x: torch.linalg.svdvals(x.float())[-1].item(),
-}
-
-
 def measure_errors(shape: tuple[int, int], kind: str, kappa: float) -> dict[str, object]:
     """Greatest relative errors over all trial schedules, and those of the least singular value.
 
@@ -135,9 +118,11 @@ def measure_errors(shape: tuple[int, int], kind: str, kappa: float) -> dict[str,
     beyond = ((own - reference).abs() - ROUNDING).clamp(min=0)
     row["distance"] = 2 * (beyond / reference).max().item()  # of the square
     if kind == "deficient":
-        return row | dict.fromkeys(("ell", *METHODS), math.nan)
+        return row | dict.fromkeys(("ell", "svd float64", "svd float32"), math.nan)
     row["ell"] = abs(ell.item() * torch.linalg.vector_norm(sigma).item() * kappa - 1)
-    return row | {name: abs(method(x) * kappa - 1) for name, method in METHODS.items()}
+    row["svd float64"] = abs(exact[-1].item() * kappa - 1)
+    row["svd float32"] = abs(torch.linalg.svdvals(x.float())[-1].item() * kappa - 1)
+    return row
 
 
 def matrices(study: Path | None) -> Iterator[tuple[str, Tensor]]:
@@ -166,10 +151,8 @@ def measure_dtypes(study: Path | None) -> list[dict[str, object]]:
             exact = run(x, dtype=torch.float64)
             for ns_dtype, wire_dtype in DTYPES:
                 wire = getattr(torch, wire_dtype)
-                result = run(x.to(wire), dtype=getattr(torch, ns_dtype), backend="standard").to(
-                    wire
-                )
-                error = ((result.double() - exact).norm() / exact.norm()).item()
+                result = run(x.to(wire), dtype=getattr(torch, ns_dtype), backend="standard")
+                error = ((result.to(wire).double() - exact).norm() / exact.norm()).item()
                 errors.setdefault((kind, ns_dtype, wire_dtype), []).append(error)
     return [
         {
@@ -189,63 +172,30 @@ def observe(x: Tensor) -> Tensor:
     return distances(measured_spectrum(x)[1] / NORM_SCALE, trials())
 
 
-CONTENDERS: dict[str, Callable[[Tensor], Tensor]] = {
-    "observe": observe,
-    "svdvals float32": torch.linalg.svdvals,
-}
-
-
-def _repeat(run: Callable[[Tensor], object], x: Tensor, times: int) -> None:
-    for _ in range(times):
-        run(x)
-
-
-def ell_by_svd(x: Tensor, *, tau: float = 1e-10) -> Tensor:
-    """``max(sigma_min, tau) / ||x||_F`` of one matrix by a decomposition: the slow twin.
-
-    Args:
-        x: Momentum matrix, ``(m, n)``, float32 or float64.
-        tau: Least singular value told apart from zero.
-
-    Returns:
-        ``ell``, float64, 0-dim; NaN without a singular value above ``tau``.
-    """
-    sigma = torch.linalg.svdvals(x.double())
-    ell = (sigma[-1].clamp(min=tau) / torch.linalg.vector_norm(sigma)).clamp(max=1.0)
-    return torch.where(sigma[0] > tau, ell, math.nan)
-
-
-def measure_times(options: argparse.Namespace) -> list[dict[str, object]]:
-    sides = [
-        tuple(sorted(size // options.scale for size in matrix.shape))
-        for matrix in MODELS[options.model].block()
-    ]
-    counts = Counter({shape: SAMPLE_SIZE * count for shape, count in Counter(sides).items()})
-    rows: list[dict[str, object]] = []
-    totals: Counter[str] = Counter()
-    trials()
-    for (m, n), count in counts.items():
-        repeats = count if options.full else 1
-        sigma = spectrum("decaying", m, options.kappa)
-        # float32, as momentum is: its rounding adds to the smallest values, on all methods alike.
-        x = with_spectrum(sigma, n, torch.float32)
+def measure_times(rounds: int, clock: str) -> list[dict[str, object]]:
+    """Time of an observation and of ``svdvals``: a row for each shape, and one for all matrices."""
+    counts = Counter(tuple(sorted(matrix.shape)) for matrix in MODEL.block())
+    rows, totals = [], dict.fromkeys(("observe", "svdvals"), 0.0)
+    trials()  # made once, before anything is timed
+    for (m, n), in_block in counts.items():
+        count = SAMPLE_SIZE * in_block
+        # float32, as momentum is.
+        x = with_spectrum(spectrum("decaying", m, 1e5), n, torch.float32)
         runs = {
-            name: functools.partial(_repeat, run, x, repeats) for name, run in CONTENDERS.items()
+            "observe": functools.partial(observe, x),
+            "svdvals": functools.partial(torch.linalg.svdvals, x),
         }
-        seconds = paired(runs, options.rounds, clock=options.clock, warmup=0)
-        medians = {name: statistics.median(times) / repeats for name, times in seconds.items()}
-        for name, median in medians.items():
-            totals[name] += count * median
-        exact = ell_by_svd(x).item() if min(m, n) <= 1024 or options.full else math.nan
-        row: dict[str, object] = {"shape": f"{m}x{n}", "matrices": count}
-        row |= {f"{name} ms": 1e3 * median for name, median in medians.items()}
-        row |= {f"of {name}": ratio(seconds, "observe", name) for name in list(CONTENDERS)[1:]}
-        ell = measured_spectrum(x)[0].item()
-        rows.append(row | {"ell": ell, "error": abs(ell / exact - 1)})
-    total: dict[str, object] = {"shape": "observation", "matrices": sum(counts.values())}
-    total |= {f"{name} ms": 1e3 * seconds for name, seconds in totals.items()}
-    total |= {f"of {name}": totals["observe"] / totals[name] for name in list(CONTENDERS)[1:]}
-    return [*rows, total | {"ell": "", "error": ""}]
+        seconds = paired(runs, rounds, clock=clock, warmup=0)
+        medians = {name: statistics.median(times) for name, times in seconds.items()}
+        totals = {name: total + count * medians[name] for name, total in totals.items()}
+        rows.append(time_row(f"{m}x{n}", count, medians))
+    return [*rows, time_row("observation", sum(counts.values()) * SAMPLE_SIZE, totals)]
+
+
+def time_row(shape: str, count: int, seconds: Mapping[str, float]) -> dict[str, object]:
+    row: dict[str, object] = {"shape": shape, "matrices": count}
+    row |= {f"{name} ms": 1e3 * own for name, own in seconds.items()}
+    return row | {"of svdvals": seconds["observe"] / seconds["svdvals"]}
 
 
 if __name__ == "__main__":

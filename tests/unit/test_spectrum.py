@@ -13,7 +13,7 @@ from amo_dist.engine.observe import coefficient_table
 from amo_dist.kernels import spectrum as module
 from amo_dist.kernels.spectrum import SMALL, distances, ns_residual, singular_values, spectrum
 from amo_dist.schedule.polar_express import schedule_for
-from benchmarks.spectra import ell_by_svd, with_spectrum
+from benchmarks.spectra import with_spectrum
 
 M = SMALL + 12
 """Just above the size from which the Gram matrix is used."""
@@ -36,6 +36,13 @@ def values(kind: str, m: int, kappa: float) -> Tensor:
 
 def random(m: int, n: int) -> Tensor:
     return torch.randn(m, n, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def ell_by_svd(x: Tensor, tau: float = 1e-10) -> Tensor:
+    """``max(sigma_min, tau) / ||x||_F`` of a matrix by a decomposition; NaN up to ``tau``."""
+    sigma = torch.linalg.svdvals(x.double())
+    ell = (sigma[-1].clamp(min=tau) / torch.linalg.vector_norm(sigma)).clamp(max=1.0)
+    return torch.where(sigma[0] > tau, ell, math.nan)
 
 
 def slow_distances(sigma: Tensor, exact_norm: bool = False) -> Tensor:
