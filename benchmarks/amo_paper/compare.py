@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -96,7 +95,7 @@ def _scipy_stats() -> Any:
     except ImportError:
         raise ValueError(
             "compare: SciPy is not installed, expected it for t-tests; "
-            "pip install 'amo-dist[stats]', or pass --no-test"
+            "pip install 'amo-dist[stats]'"
         ) from None
     return stats
 
@@ -164,27 +163,18 @@ def add_commands(subparsers: Any) -> None:
         metavar="NAME",
         help="an optimizer to compare with; may be repeated (default: all others)",
     )
-    parser.add_argument("--no-test", action="store_true", help="only the table of scores")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print tables or JSON for parsed arguments.
+    """Print tables for parsed arguments.
 
     Raises:
         ValueError: As in :func:`compare` and ``read_results``.
     """
     results = results_module.read_results(args.results)
-    comparisons = [] if args.no_test else compare(results, args.candidate, args.baseline)
-    if args.json:
-        averages = [
-            {"model": r.model, "optimizer": r.optimizer, "average": r.average} for r in results
-        ]
-        tests = [dataclasses.asdict(one) for one in comparisons]
-        print(json.dumps({"averages": averages, "comparisons": tests}, indent=1))
-        return 0
     print(results_module.score_table(results))
+    comparisons = compare(results, args.candidate, args.baseline)
     if comparisons:
         print(f"\n{comparison_table(args.candidate, comparisons)}")
     return 0

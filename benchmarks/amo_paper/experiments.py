@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.amo_paper import evaluate, gather, runner
 from benchmarks.amo_paper.catalog import EXPERIMENTS, Experiment, experiment_named
-from benchmarks.amo_paper.resolve import QUICKSTART, ROOT, Job, Place, resolve
+from benchmarks.amo_paper.resolve import QUICKSTART, Job, Place, resolve
 from benchmarks.amo_paper.results import SHORT, check_examples
 from torchtitan_ext.runs import files
 
@@ -21,9 +21,7 @@ def add_commands(actions: Any) -> None:
     listing = actions.add_parser("list", help="all experiments, and how many runs they have")
     listing.set_defaults(run=_list)
     _add(actions, "show", "print the commands of an experiment", _show)
-    run = _add(actions, "run", "run an experiment on this machine, or write it for Slurm", _run)
-    run.add_argument("--dry-run", action="store_true", help="only print what would run")
-    run.add_argument("--slurm", metavar="FILE", help="write array scripts instead of running")
+    run = _add(actions, "run", "run an experiment on this machine", _run)
     run.add_argument("--ranks", type=int, help="processes (default: GPUs, or 2 without any)")
     run.set_defaults(overrides=[])
     run.epilog = "Other options go to torchtitan, for all runs."
@@ -32,17 +30,11 @@ def add_commands(actions: Any) -> None:
         "The cost table tells the steps that observe from the others only where every step is "
         "logged: run that experiment with --metrics.log_freq 1."
     )
-    collect.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    collect.add_argument(
-        "--results",
-        metavar="FILE",
-        help="also write a file for `compare`",
-    )
+    collect.add_argument("--results", metavar="FILE", help="also write a file for `compare`")
     evaluate = _add(actions, "evaluate", "evaluate what is complete and not evaluated", _evaluate)
     evaluate.add_argument(
         "--tasks", default=",".join(SHORT), help="default: the twelve tasks of the paper"
     )
-    evaluate.add_argument("--dry-run", action="store_true", help="only print the commands")
 
 
 def _add(
@@ -52,15 +44,10 @@ def _add(
     parser.add_argument("name", metavar="NAME", help="an experiment that `list` names")
     parser.add_argument("--model", help="only the runs of this model of the paper")
     parser.add_argument(
-        "--base",
-        type=Path,
-        metavar="CONFIG",
-        help="a config that stands in for the paper's (one model: --model, or the first)",
-    )
-    parser.add_argument(
         "--small",
         action="store_true",
-        help=f"scale steps, rates and horizons to --base (default {QUICKSTART})",
+        help=f"on the model of {QUICKSTART}, with steps, rates and horizons scaled to it "
+        "(one model: --model, or the first)",
     )
     parser.add_argument(
         "--out", type=Path, default=Place().out, help="folder of the runs (default %(default)s)"
@@ -73,17 +60,14 @@ def selection(args: argparse.Namespace) -> tuple[Experiment, Place]:
     """The experiment that arguments name, and where its runs go.
 
     Raises:
-        ValueError: The experiment or the model is unknown, or the base cannot be read.
+        ValueError: The experiment or the model is unknown.
     """
     experiment = experiment_named(args.name)
-    base = args.base or (QUICKSTART if args.small else None)
-    if base is not None and not (ROOT / base).is_file():
-        raise ValueError(f"--base: found no file {base}, expected a config (from {ROOT})")
     model = args.model
-    if base is not None and model is None:
+    if args.small and model is None:
         # The stand-in is one model, and would train twice what the paper does on two.
         model = experiment.rows[0].run.model
-    return experiment.for_model(model), Place(args.out, base, args.small)
+    return experiment.for_model(model), Place(args.out, args.small)
 
 
 def jobs_of(experiment: Experiment, place: Place) -> list[Job]:
@@ -102,10 +86,10 @@ def _list(args: argparse.Namespace) -> int:
 def _show(args: argparse.Namespace) -> int:
     experiment, place = selection(args)
     jobs = jobs_of(experiment, place)
-    print(f"{experiment.name}: {experiment.title}; {len(jobs)} runs, {len(experiment.rows)} rows\n")
+    runs, rows = len(jobs), len(experiment.rows)
+    print(f"# {experiment.name}: {experiment.title}; {runs} runs, {rows} rows\n")
     for job in jobs:
-        print(_heading(job))
-        print(f"{job.shown(job.on_its_gpus())}\n")
+        print(f"{_heading(job)}\n{job.shown()}\n")
     return 0
 
 
@@ -118,24 +102,10 @@ def _heading(job: Job) -> str:
 
 def _run(args: argparse.Namespace) -> int:
     experiment, place = selection(args)
-    jobs = jobs_of(experiment, place)
-    if args.dry_run:
-        for job in jobs:
-            print(_heading(job))
-            if not runner.is_done(job):
-                print(" ".join([job.shown(job.command()), *args.overrides]))
-        return 0
-    if args.slurm is not None:
-        todo = [job for job in jobs if not runner.is_done(job)]
-        runner.check(todo, args.overrides)
-        scripts = runner.slurm_scripts(args.name, jobs, args.overrides, Path(args.slurm))
-        for path, text in scripts.items():
-            files.replace(path, text)
-            print(f"sbatch {path}")
-        return 0
     from torchtitan_ext.plugin import machine
 
-    return runner.run_jobs(jobs, args.overrides, args.ranks or machine.most_ranks())
+    ranks = args.ranks or machine.most_ranks()
+    return runner.run_jobs(jobs_of(experiment, place), args.overrides, ranks)
 
 
 def _gather(args: argparse.Namespace) -> int:
@@ -144,7 +114,7 @@ def _gather(args: argparse.Namespace) -> int:
     if args.results is not None:
         content = gather.to_results(found)
         files.replace(Path(args.results), json.dumps(content, indent=1) + "\n")
-    print(gather.to_json(found) if args.json else gather.table(experiment, found))
+    print(gather.table(experiment, found))
     return 0
 
 
@@ -160,12 +130,10 @@ def _evaluate(args: argparse.Namespace) -> int:
             continue
         options = f"--tasks {args.tasks} --output {output}"
         print(f"python -m benchmarks.amo_paper score {checkpoint} {options}", flush=True)
-        if not args.dry_run:
-            # Not the row's: a run that belongs to several tables has one results file.
-            optimizer = str(job.run.options["optimizer.name"])
-            model = job.run.model
-            record = evaluate.evaluate(checkpoint, model, optimizer, tasks=args.tasks)
-            for warning in check_examples(record):
-                print(f"warning: {warning}", file=sys.stderr)
-            evaluate.write(record, output)
+        # Not the row's: a run that belongs to several tables has one results file.
+        optimizer = str(job.run.options["optimizer.name"])
+        record = evaluate.evaluate(checkpoint, job.run.model, optimizer, tasks=args.tasks)
+        for warning in check_examples(record):
+            print(f"warning: {warning}", file=sys.stderr)
+        evaluate.write(record, output)
     return 0

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+import itertools
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from amo_dist.schedule.plan import PLAN_FILE, Plan
-from benchmarks.amo_paper import costs, runner
+from benchmarks.amo_paper import runner
 from benchmarks.amo_paper.catalog import Experiment, Row
-from benchmarks.amo_paper.resolve import ROOT, Job, Place, resolve
+from benchmarks.amo_paper.resolve import QUICKSTART, ROOT, Job, Place, resolve
 from benchmarks.amo_paper.results import SHORT, Result, markdown, read_results, sort_tasks
 from torchtitan_ext.runs.run_files import GEOMETRY_FILE, read_metrics
 from torchtitan_ext.tools.report.data import Records
@@ -75,7 +75,7 @@ def gather(experiment: Experiment, place: Place) -> list[Found]:
     """
     found = []
     for row in experiment.rows:
-        stand_in = row.run.model if place.base is None else place.base.stem
+        stand_in = QUICKSTART.stem if place.small else row.run.model
         block = row.block.replace(row.run.model, stand_in)
         found.append(_found(row, block, resolve(row.run, place)))
     return found
@@ -112,12 +112,12 @@ def _ns_steps(plan: Path, records: Records) -> int | None:
 def _cost(records: Records) -> dict[str, float | None]:
     """Means weighted by the steps between records; the first covers compilation and warmup."""
     step, optimizer = (
-        costs.mean_of(records, f) for f in ("seconds_per_step", costs.OPTIMIZER_SECONDS)
+        _mean_of(records, f) for f in ("seconds_per_step", "optimizer_seconds_per_step")
     )
-    memory = max(costs.values(records, "peak_memory_bytes"), default=None)
+    memory = max(_values(records, "peak_memory_bytes"), default=None)
     tokens = records[-1]["num_tokens"] / records[-1]["step"] if records else None
     # A record has the seconds of an observation, on its slowest rank, only after one.
-    observations = costs.values(records, "observe_seconds")
+    observations = _values(records, "observe_seconds")
     by_phase = _seconds_by_phase(records)
     values = (
         step,
@@ -130,6 +130,27 @@ def _cost(records: Records) -> dict[str, float | None]:
     return dict(zip(COSTS, values, strict=True))
 
 
+def _values(records: Records, field: str) -> list[float]:
+    """The values of a field, of the records that have a number."""
+    return [r[field] for r in records if r.get(field) is not None]
+
+
+def _mean(pairs: Iterable[tuple[int, float]]) -> float | None:
+    """The mean of values weighted by numbers of steps; ``None`` without values."""
+    listed = list(pairs)
+    total = sum(steps for steps, _ in listed)
+    return sum(steps * value for steps, value in listed) / total if total else None
+
+
+def _mean_of(records: Records, field: str) -> float | None:
+    """The mean of a field over the steps after the first record."""
+    return _mean(
+        (record["step"] - before["step"], record[field])
+        for before, record in itertools.pairwise(records)
+        if record.get(field) is not None
+    )
+
+
 _WITH_ONE = "with an observation"
 
 
@@ -140,14 +161,15 @@ def _seconds_by_phase(records: Records) -> dict[str, float | None]:
     and without an observation, or a single step.
     """
     found: dict[str, list[tuple[int, float]]] = {}
-    for before, (span, record) in zip(records, costs.spans(records), strict=False):
+    for before, record in itertools.pairwise(records):
+        span = record["step"] - before["step"]
         phase, seconds = record.get("phase"), record.get("seconds_per_step")
         observes = record.get("observe_seconds") is not None
         if seconds is None or not phase:
             continue
         if span == 1 or not (observes or before.get("phase") != phase):
             found.setdefault(_WITH_ONE if observes else phase, []).append((span, seconds))
-    return {key: costs.mean(pairs) for key, pairs in found.items()}
+    return {key: _mean(pairs) for key, pairs in found.items()}
 
 
 def table(experiment: Experiment, found: Sequence[Found]) -> str:
@@ -196,8 +218,3 @@ def to_results(found: Sequence[Found]) -> list[dict[str, Any]]:
     """The evaluated rows as the content of a results file, for ``compare``."""
     rows = [Result(f.block, f.label, dict(f.tasks)) for f in found if f.tasks]
     return [{**dataclasses.asdict(row), "average": row.average} for row in rows]
-
-
-def to_json(found: Sequence[Found]) -> str:
-    """All rows as JSON."""
-    return json.dumps([{**dataclasses.asdict(f), "average": f.average} for f in found], indent=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -47,15 +47,13 @@ class Place:
 
     out: Path = Path("outputs/experiments")
     """Parent of the runs' folders; relative to the repository."""
-    base: Path | None = None
-    """A config that stands in for those of the paper's models."""
     small: bool = False
-    """Scale numbers of steps, rates and horizons to ``base``."""
+    """The quickstart's model stands in for the paper's; steps, rates and horizons are scaled."""
 
     @property
     def folder(self) -> Path:
         """``out``, or a folder of its own for the stand-in."""
-        return self.out if self.base is None else self.out / self.base.stem
+        return self.out / QUICKSTART.stem if self.small else self.out
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,23 +87,20 @@ class Job:
             f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items()
         ]
 
-    def command(self) -> list[str]:
-        """What starts the run on this node, from the repository."""
-        return ["amo", "train", str(self.config), *self.arguments()]
-
     def on_its_gpus(self) -> list[str]:
         """What starts the run on the paper's GPUs, on several nodes through Slurm."""
+        options = [str(self.config), *self.arguments()]
         if self.gpus is None:
-            return self.command()
+            return ["amo", "train", *options]
         if self.gpus <= GPUS_PER_NODE:
-            return [*self.command(), "--ranks", str(self.gpus)]
-        start = ["sbatch", f"--nodes={-(-self.gpus // GPUS_PER_NODE)}", "launch/train.slurm"]
-        return [*start, *self.command()[2:]]
+            return ["amo", "train", *options, "--ranks", str(self.gpus)]
+        nodes = -(-self.gpus // GPUS_PER_NODE)
+        return ["sbatch", f"--nodes={nodes}", "launch/train.slurm", *options]
 
-    def shown(self, start: Sequence[str]) -> str:
-        """All commands, as one would type them; the last is ``start``."""
+    def shown(self) -> str:
+        """All commands, as one would type them."""
         lines = [shlex.join((*PAPER, *command)) for command in self.prepare]
-        return "\n".join([*lines, shlex.join(start)])
+        return "\n".join([*lines, shlex.join(self.on_its_gpus())])
 
     def step_of(self, step: int | None) -> int:
         """The step of this run that a step of the paper's stands for; the last for ``None``."""
@@ -134,7 +129,7 @@ def resolve(run: Run, place: Place) -> Job:
 
     Args:
         run: Of the catalog.
-        place: Where it goes, and what stands in for the paper's model.
+        place: Where it goes.
 
     Returns:
         The job; nothing is written.
@@ -149,8 +144,8 @@ def resolve(run: Run, place: Place) -> Job:
         "continual": f"cpt_{model.stem}",
     }
     config = reference = Config.read(Path(f"configs/{stems[run.config]}.toml"))
-    if place.base is not None:
-        config = Config.read(place.base)
+    if place.small:
+        config = Config.read(QUICKSTART)
         if run.config == "continual":
             reference = Config.read(Path(f"configs/{model.stem}.toml"))
     ratio = Fraction(config.steps, reference.steps) if place.small else Fraction(1)
@@ -167,7 +162,7 @@ def resolve(run: Run, place: Place) -> Job:
         folder=place.folder / run_folder(run, place),
         steps=int(options.get("training.steps", config.steps)),
         step_ratio=ratio,
-        gpus=gpus if place.base is None else None,
+        gpus=None if place.small else gpus,
         prepare=prepare,
         continues=continues,
     )
@@ -175,9 +170,9 @@ def resolve(run: Run, place: Place) -> Job:
 
 def run_folder(run: Run, place: Place) -> str:
     """Name of a run's folder."""
-    if place.base is None:
+    if not place.small:
         return run.name
-    return place.base.stem + run.name.removeprefix(run.model.lower())
+    return QUICKSTART.stem + run.name.removeprefix(run.model.lower())
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -229,12 +224,11 @@ def _options(
     run: Run, place: Place, reference: Config, config: Config, ratio: Fraction
 ) -> dict[str, Value]:
     options = dict(run.options)
-    if place.base is not None:
-        options = {**_stand_in(run), **options, **run.small_options}
-    for name in _STEPS:
-        if name in options:
-            options[name] = scaled(int(options[name]), ratio)
     if place.small:
+        options = {**_stand_in(run), **options, **run.small_options}
+        for name in _STEPS:
+            if name in options:
+                options[name] = scaled(int(options[name]), ratio)
         _scale_amo(options, reference, config)
         if "optimizer.lr" in options:
             share = float(options["optimizer.lr"]) / reference.peak_rate
@@ -282,12 +276,12 @@ def _static(run: Run, place: Place) -> tuple[dict[str, Value], tuple[tuple[str, 
     pool = "all" if static.family is None else static.family.lower()
     path = place.folder / "schedules" / f"{pool}-{static.rule}-{static.tolerance}.toml"
     # A stand-in has one model, and so one log and one family.
-    models = list(MODELS) if place.base is None else [run.model]
+    models = [run.model] if place.small else list(MODELS)
     logs = [
         str(place.folder / run_folder(catalog.geometry_run(model), place) / GEOMETRY_FILE)
         for model in models
     ]
-    family = ("--family", static.family) if static.family and place.base is None else ()
+    family = ("--family", static.family) if static.family and not place.small else ()
     rule = ("--rule", static.rule, "--tolerance", static.tolerance)
     command = ("static-schedule", *logs, *rule, *family, "-o", str(path))
     return {"optimizer.muon.schedule_file": str(path)}, (command,)

@@ -22,7 +22,6 @@ import argparse
 import dataclasses
 import json
 import math
-import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -30,7 +29,6 @@ from typing import Any
 
 from amo_dist.config import sort_operator_types
 from amo_dist.schedule.polar_express import SAFETY, compose, simulate
-from amo_dist.schedule.types import Schedule
 from torchtitan_ext.runs import files
 from torchtitan_ext.runs.records import read_records
 from torchtitan_ext.runs.run_files import NUMBER, check_fields
@@ -78,10 +76,8 @@ def read_pool(paths: Iterable[str | Path], family: str | None = None) -> Pool:
             raise ValueError(f"{path}: found no such file, expected a geometry log")
         for number, record in enumerate(read_records(path), start=1):
             check_fields(f"{path}, line {number}", record, _KINDS)
-            # Logs of earlier versions spell this family as one word.
-            found = record["family"].replace("Llama3.1", "Llama-3.1")
-            families.add(found)
-            if family is not None and found != family:
+            families.add(record["family"])
+            if family is not None and record["family"] != family:
                 continue
             models.add(record["model"])
             ell = static_ell(*(record[key] for key in _SIZES))
@@ -146,54 +142,7 @@ def sufficient_steps(ell: float, tolerance: float) -> int | None:
     return None
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ScheduleTable:
-    """Schedules by operator type, and what they come from."""
-
-    schedules: Mapping[str, Schedule]
-    source: str
-    """Where the numbers come from, for a human reader."""
-    parameters: Mapping[str, str | int | float] = dataclasses.field(default_factory=dict)
-    """What generated the table."""
-    ell: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """Lower bound for which a type's coefficients were composed; only the composed types."""
-
-    def to_toml(self) -> str:
-        """The text of a file of which `load_schedule_file` gives these schedules, bit for bit."""
-        parts = [_lines({"format": 1, "source": self.source})]
-        if self.parameters:
-            parts += ["[parameters]\n" + _lines(self.parameters)]
-        for name in sort_operator_types(self.schedules):
-            schedule = self.schedules[name]
-            values = {
-                "steps": schedule.num_steps,
-                "norm_scale": schedule.norm_scale,
-                "preconditioner": schedule.preconditioner,
-                "coefficients": schedule.coefficients,
-            }
-            ell = {"ell": self.ell[name]} if name in self.ell else {}
-            parts += [f"[schedules.{_key(name)}]\n" + _lines({**ell, **values})]
-        return "\n".join(parts)
-
-
-def _lines(values: Mapping[str, Any]) -> str:
-    return "".join(f"{_key(name)} = {_toml_value(value)}\n" for name, value in values.items())
-
-
-def _key(name: str) -> str:
-    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _toml_value(name)
-
-
-def _toml_value(value: object) -> str:
-    """A TOML value; JSON's strings are TOML's too, once DEL is escaped."""
-    if isinstance(value, str):
-        return json.dumps(value).replace("\x7f", "\\u007f")
-    if isinstance(value, tuple):
-        return "".join(["[\n", *(f"    {list(row)!r},\n" for row in value), "]"])
-    return repr(value)
-
-
-def make_table(pool: Pool, rule: str, tolerance: float) -> ScheduleTable:
+def make_table(pool: Pool, rule: str, tolerance: float) -> dict[str, Any]:
     """The static schedule of a pool.
 
     Args:
@@ -202,19 +151,29 @@ def make_table(pool: Pool, rule: str, tolerance: float) -> ScheduleTable:
         tolerance: The error allowed after the last step, in (0, 1).
 
     Returns:
-        The table; a type for which 8 steps do not suffice has 8, and is named under
-        ``parameters.insufficient``.
+        The content of a schedule file (`torchtitan_ext.config.schedule_file`); a type for which 8
+        steps do not suffice has 8, and is named under ``parameters.insufficient``.
 
     Raises:
-        ValueError: ``rule`` or ``tolerance`` is out of range.
+        ValueError: ``tolerance`` is out of range.
     """
-    if rule not in RULES:
-        raise ValueError(f"--rule: found {rule!r}, expected one of {', '.join(RULES)}")
     if not 0.0 < tolerance < 1.0:
         raise ValueError(f"--tolerance: found {tolerance!r}, expected a number in (0, 1)")
-    ell = {name: percentile(values, RULES[rule]) for name, values in pool.ell_by_type.items()}
-    steps = {name: sufficient_steps(value, tolerance) for name, value in ell.items()}
-    parameters: dict[str, str | int | float] = {
+    schedules, insufficient = {}, []
+    for name, values in pool.ell_by_type.items():
+        ell = percentile(values, RULES[rule])
+        steps = sufficient_steps(ell, tolerance)
+        if steps is None:
+            insufficient.append(name)
+        # The lower bound is composed as it is: the norm scale is part of Muon-PE's recipe.
+        schedules[name] = {
+            "ell": ell,
+            "steps": steps or MAX_STEPS,
+            "norm_scale": SAFETY,
+            "preconditioner": "frobenius",
+            "coefficients": compose(ell, steps or MAX_STEPS),
+        }
+    parameters = {
         "rule": rule,
         "percentile": RULES[rule],
         "tolerance": tolerance,
@@ -223,19 +182,26 @@ def make_table(pool: Pool, rule: str, tolerance: float) -> ScheduleTable:
         "models": ", ".join(pool.models),
         "num_records": sum(map(len, pool.ell_by_type.values())),
         "num_invalid": pool.num_invalid,
-        "insufficient": ", ".join(name for name, found in steps.items() if found is None),
+        "insufficient": ", ".join(insufficient),
     }
-    return ScheduleTable(
-        {name: _schedule(ell[name], steps[name] or MAX_STEPS) for name in ell},
-        "amo_paper static-schedule: Polar Express compositions for percentiles of measured ell",
-        parameters,
-        ell,
-    )
+    source = "amo_paper static-schedule: Polar Express compositions for percentiles of measured ell"
+    return {"format": 1, "source": source, "parameters": parameters, "schedules": schedules}
 
 
-def _schedule(ell: float, steps: int) -> Schedule:
-    # The lower bound goes in as it is: the norm scale is part of Muon-PE's recipe, not of its ell.
-    return Schedule(compose(ell, steps), norm_scale=SAFETY)
+def to_toml(table: Mapping[str, Any]) -> str:
+    """A schedule file as text; floats keep their bits."""
+    parts = [
+        _lines({name: table[name] for name in ("format", "source")}),
+        "[parameters]\n" + _lines(table["parameters"]),
+    ]
+    for name, section in table["schedules"].items():
+        parts.append(f"[schedules.{json.dumps(name)}]\n" + _lines(section))
+    return "\n".join(parts)
+
+
+def _lines(values: Mapping[str, Any]) -> str:
+    """Fields of TOML, whose strings, numbers and arrays are those of JSON."""
+    return "".join(f"{name} = {json.dumps(value)}\n" for name, value in values.items())
 
 
 def add_commands(subparsers: Any) -> None:
@@ -274,13 +240,13 @@ def run(args: argparse.Namespace) -> int:
     pool = read_pool(args.logs, args.family)
     table = make_table(pool, args.rule, args.tolerance)
     if args.output is None:
-        print(table.to_toml(), end="")
+        print(to_toml(table), end="")
         return 0
     Path(args.output).parent.mkdir(parents=True, exist_ok=True)
-    files.replace(Path(args.output), table.to_toml())
-    for name, schedule in table.schedules.items():
-        print(f"{name:<10} ell {table.ell[name]:.3e}  {schedule.num_steps} steps")
-    if insufficient := table.parameters["insufficient"]:
+    files.replace(Path(args.output), to_toml(table))
+    for name, section in table["schedules"].items():
+        print(f"{name:<10} ell {section['ell']:.3e}  {section['steps']} steps")
+    if insufficient := table["parameters"]["insufficient"]:
         print(f"warning: {MAX_STEPS} steps do not reach the tolerance for {insufficient}")
     if pool.num_invalid:
         print(f"{pool.num_invalid} records left out (all zero, or not finite)")

@@ -11,11 +11,11 @@ import pytest
 from benchmarks.amo_paper import geometry
 from benchmarks.amo_paper.__main__ import build_parser
 from benchmarks.amo_paper.catalog import ALL_RUNS, EXPERIMENTS, MODELS
-from benchmarks.amo_paper.resolve import QUICKSTART, ROOT, Job, Place, resolve
+from benchmarks.amo_paper.resolve import ROOT, Job, Place, resolve
 from torchtitan_ext.config import settings
 from torchtitan_ext.plugin import optimizers
 
-PAPER, SMALL = Place(), Place(base=QUICKSTART, small=True)
+PAPER, SMALL = Place(), Place(small=True)
 GOLDEN = Path(__file__).parent / "golden"
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +10,8 @@ import pytest
 
 from benchmarks.amo_paper import evaluate, experiments, gather, runner
 from benchmarks.amo_paper.__main__ import build_parser, main
-from benchmarks.amo_paper.catalog import EXPERIMENTS, Experiment
-from benchmarks.amo_paper.resolve import Job, Place, resolve
+from benchmarks.amo_paper.catalog import Experiment
+from benchmarks.amo_paper.resolve import Job, Place
 from benchmarks.amo_paper.results import PAPER_TASKS, check_examples
 
 
@@ -31,29 +29,6 @@ def write_run(job: Job, *records: dict[str, Any], saved: str = "") -> None:
     if saved:
         job.checkpoint(None).mkdir(parents=True)
         (job.checkpoint(None) / saved).touch()
-
-
-def test_a_task_of_the_array_starts_its_run(tmp_path: Path) -> None:
-    """The script is run, with a stand-in for what starts training and for the other commands."""
-    jobs = [resolve(run, Place()) for run in EXPERIMENTS["static-coefficients"].runs()]
-    scripts = runner.slurm_scripts("static-coefficients", jobs, ["--x=a b"], tmp_path / "s.slurm")
-    (text,) = scripts.values()
-    (tmp_path / "launch").mkdir()
-    (tmp_path / "launch" / "train.slurm").write_text('printf "%s\\n" "$@"\n')
-    (tmp_path / "python").write_text('#!/bin/sh\necho "made $*"\n')
-    (tmp_path / "python").chmod(0o755)
-    for index, job in itertools.islice(enumerate(jobs), 0, None, 9):
-        environment = {
-            "PATH": f"{tmp_path}:/usr/bin:/bin",
-            "SLURM_SUBMIT_DIR": str(tmp_path),
-            "SLURM_ARRAY_TASK_ID": str(index),
-        }
-        done = subprocess.run(
-            ["bash", "-s"], input=text, text=True, capture_output=True, env=environment, check=True
-        )
-        lines = done.stdout.splitlines()
-        assert [line[:4] for line in lines[: len(job.prepare)]] == ["made"] * len(job.prepare)
-        assert lines[len(job.prepare) :] == [str(job.config), *job.arguments(), "--x=a b"]
 
 
 def test_scores_are_gathered_into_the_papers_table(tmp_path: Path) -> None:
@@ -91,7 +66,6 @@ def test_runs_are_complete_once_saved_and_not_repeated(
         write_run(job, {"step": 120}, saved=saved)
     assert [runner.is_done(job) for job in jobs] == [False, False, True, True, False]
     started: list[str] = []
-    monkeypatch.setattr(runner, "check", lambda jobs, extra: None)
 
     def train(job: Job, extra: Any, ranks: int) -> int:
         started.append(job.run.name)
@@ -100,9 +74,6 @@ def test_runs_are_complete_once_saved_and_not_repeated(
     monkeypatch.setattr(runner, "_train", train)
     assert runner.run_jobs(jobs, [], 2) == 7  # the first failure ends the sequence
     assert started == [jobs[0].run.name, jobs[1].run.name]
-    monkeypatch.undo()
-    with pytest.raises(ValueError, match=r"training\.steps"):
-        runner.run_jobs(jobs, ["--training.steps=20"], 2)
 
 
 def test_commands_ask_for_the_nodes_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
