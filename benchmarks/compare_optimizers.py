@@ -26,6 +26,7 @@ from torch.distributed.fsdp import fully_shard
 
 from benchmarks.plan_quality.data import Corpus, batches, load, standard_library
 from benchmarks.plan_quality.settings import Settings
+from benchmarks.tables import markdown
 
 RESULTS = Path(__file__).resolve().parent / "results" / "compare_optimizers.json"
 RATES = {
@@ -163,15 +164,14 @@ def curves_at_best(runs: dict[str, Any], name: str) -> list[dict[str, float]]:
     return [curve for key, curve in runs.items() if key.startswith(start)]
 
 
-def table(runs: dict[str, Any], names: Iterable[str]) -> list[str]:
+def table(runs: dict[str, Any], names: Iterable[str]) -> str:
     """Final loss at the best rate, mean and range over seeds, as Markdown."""
-    rows = ["| optimizer | best rate | validation loss | least to most | seeds |"]
-    rows.append("|---|---:|---:|---|---:|")
+    rows = []
     for name in names:
         losses = [final(curve) for curve in curves_at_best(runs, name)]
         mean, spread = statistics.mean(losses), f"{min(losses):.3f} to {max(losses):.3f}"
-        rows.append(f"| {name} | {best(runs, name):g} | {mean:.3f} | {spread} | {len(losses)} |")
-    return rows
+        rows.append([name, f"{best(runs, name):g}", f"{mean:.3f}", spread, len(losses)])
+    return markdown(["optimizer", "best rate", "validation loss", "least to most", "seeds"], rows)
 
 
 def plot(runs: dict[str, Any], names: Iterable[str], path: Path) -> None:
@@ -202,7 +202,7 @@ def main(args: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(work, (f"{folder}/store", options), nprocs=RANKS)
     runs = json.loads(options.output.read_text())["runs"]
-    print("\n".join(table(runs, options.names)))
+    print(table(runs, options.names))
     plot(runs, options.names, options.output.with_suffix(".png"))
     return 0
 

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.tables import pad
+
 RESULTS = Path(__file__).resolve().parent / "results"
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
 """Clocks by name; ``cpu`` counts this process alone, which on a busy machine is the steadier."""
@@ -77,12 +79,8 @@ def table(rows: Sequence[Mapping[str, object]]) -> str:
     if not rows:
         return ""
     header = list(rows[0])
-    cells = [header, *([_cell(row.get(key, "")) for key in header] for row in rows)]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(header))]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-        for line in cells
-    )
+    cells = [[_cell(row.get(key, "")) for key in header] for row in rows]
+    return "\n".join("  ".join(line) for line in pad([header, *cells]))
 
 
 def _cell(value: object) -> str:

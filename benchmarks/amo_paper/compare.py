@@ -12,8 +12,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.amo_paper import results as results_module
-from benchmarks.amo_paper.results import Result
+from benchmarks.amo_paper.results import Result, read_results, score_table
+from benchmarks.tables import markdown
 
 SIGNIFICANT = 0.05
 """Corrected p-values below this are marked."""
@@ -139,7 +139,7 @@ def comparison_table(candidate: str, comparisons: Sequence[Comparison]) -> str:
         for one in comparisons
     ]
     header = ["comparison", "models", "improvement", "t", "p", "p (Holm)", ""]
-    return results_module.markdown(header, rows)
+    return markdown(header, rows)
 
 
 def add_commands(subparsers: Any) -> None:
@@ -172,8 +172,8 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: As in :func:`compare` and ``read_results``.
     """
-    results = results_module.read_results(args.results)
-    print(results_module.score_table(results))
+    results = read_results(args.results)
+    print(score_table(results))
     comparisons = compare(results, args.candidate, args.baseline)
     if comparisons:
         print(f"\n{comparison_table(args.candidate, comparisons)}")

@@ -13,7 +13,8 @@ from amo_dist.schedule.plan import PLAN_FILE, Plan
 from benchmarks.amo_paper import runner
 from benchmarks.amo_paper.catalog import Experiment, Row
 from benchmarks.amo_paper.resolve import QUICKSTART, ROOT, Job, Place, resolve
-from benchmarks.amo_paper.results import SHORT, Result, markdown, read_results, sort_tasks
+from benchmarks.amo_paper.results import SHORT, Result, read_results, sort_tasks
+from benchmarks.tables import markdown
 from torchtitan_ext.runs.run_files import GEOMETRY_FILE, read_metrics
 from torchtitan_ext.tools.report.data import Records
 

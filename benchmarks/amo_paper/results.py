@@ -20,6 +20,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.tables import markdown
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Task:
@@ -179,28 +181,3 @@ def score_table(results: Sequence[Result]) -> str:
         ]
         tables.append(f"{model}\n\n{markdown(header, cells)}")
     return "\n\n".join(tables)
-
-
-def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table with aligned columns; the first column is text, the others numbers."""
-    head, *lines = pad([header, *rows], left=(0,), least=3)
-    rule = ["-" * len(head[0]), *("-" * (len(cell) - 1) + ":" for cell in head[1:])]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *lines))
-
-
-def pad(rows: Sequence[Sequence[str]], left: Sequence[int] = (), least: int = 0) -> list[list[str]]:
-    """Pad the cells of a table to the width of their column.
-
-    Args:
-        rows: Rows of equally many cells, header included.
-        left: Columns to align to the left; the others are aligned to the right.
-        least: Fewest characters of a column.
-    """
-    widths = [max(least, *map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        [
-            cell.ljust(width) if column in left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        for row in rows
-    ]

@@ -21,9 +21,9 @@ from amo_dist import AMO, AMOConfig, Muon, MuonConfig, param_groups
 from amo_dist.schedule.polar_express import schedule_for
 from benchmarks.plan_quality import data, train
 from benchmarks.plan_quality.model import ARCHITECTURES, Decoder
-from benchmarks.plan_quality.report import plus_minus
 from benchmarks.plan_quality.rows import BASE_ELL
 from benchmarks.plan_quality.settings import Settings
+from benchmarks.tables import markdown, plus_minus
 
 RECORDS = Path(__file__).resolve().parents[1] / "results" / "momentum" / "runs.jsonl"
 DECAYS, WEIGHTS = (0.95, 0.9, 0.98), (0.95, 0.0, 0.1, 0.2, 0.3, 0.5)
@@ -182,14 +182,15 @@ def report(records: Records) -> Iterator[str]:
         ]
         rates = sorted({run.rate for run in runs if run.seed == 0})
         yield f"\n### {architecture}, {steps} steps, batch of {batch}, {rate_decay}\n"
-        yield f"| form | {' | '.join(f'{rate:g}' for rate in rates)} | minus today's, by seed |"
-        yield "|---" * (len(rates) + 2) + "|"
+        rows = []
         for form in sorted({run.form for run in runs}, key=repr):
             like = Run(form, 0.0, architecture, 0, steps, batch, rate_decay)
             cells = [records.get(replace(like, rate=rate)) for rate in rates]
             texts = ["" if loss is None else f"{loss:.4f}" for loss in cells]
             pairs = differences(records, like)
-            yield f"| {name_of(form)} | {' | '.join(texts)} | {plus_minus(pairs, '+')} |"
+            rows.append([name_of(form), *texts, plus_minus(pairs, "+")])
+        header = ["form", *(f"{rate:g}" for rate in rates), "minus today's, by seed"]
+        yield markdown(header, rows)
 
 
 def differences(records: Records, like: Run) -> list[float]:
