@@ -1,20 +1,17 @@
-"""What is run, in which order, and how two workers share it."""
+"""What is run, and in which order."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import os
+import io
+import json
 import platform
-import statistics
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from amo_dist import Schedule
 from benchmarks.plan_quality import train
 from benchmarks.plan_quality.data import Corpus
 from benchmarks.plan_quality.model import ARCHITECTURES
@@ -22,6 +19,7 @@ from benchmarks.plan_quality.rows import ROWS, Planner, relative_flops
 from benchmarks.plan_quality.settings import Settings
 from benchmarks.plan_quality.spectra import scores
 from benchmarks.plan_quality.train import Start
+from torchtitan_ext.runs import files
 
 CONTENDERS = ("uniform-5", "uniform-3", "distance-0.6")
 """The bar, and what could win by its flops."""
@@ -100,111 +98,63 @@ def missing(output: Path, job: Job) -> list[str]:
 
 
 def work(
-    jobs: Sequence[Job],
-    output: Path,
-    spectra: Path,
-    corpus: Corpus,
-    settings: Settings,
-    tell: Callable[[str], None] = print,
+    jobs: Sequence[Job], output: Path, spectra: Path, corpus: Corpus, settings: Settings
 ) -> None:
-    """Run what has no record and no other worker.
+    """Run what has no record; each is written when it is done.
 
     Args:
         jobs: Jobs in their order.
         output: Folder of the records.
-        spectra: Folder of spectra and of the claims of workers.
+        spectra: Folder of spectra.
         corpus: Text of all runs.
         settings: Settings of all runs.
-        tell: Gets a line for each run.
     """
+    output.joinpath("runs").mkdir(parents=True, exist_ok=True)
+    spectra.mkdir(parents=True, exist_ok=True)
     for job in jobs:
-        while missing(output, job):
-            with claim(spectra / f"{job.start.key}.claim") as is_mine:
-                if is_mine:
-                    run(job, output, spectra, corpus, settings, tell)
-            if not is_mine:
-                break
+        if missing(output, job):
+            run(job, output, spectra, corpus, settings)
 
 
-@contextlib.contextmanager
-def claim(path: Path) -> Iterator[bool]:
-    """Whether this process may do what the path stands for; a dead process has no claim."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(FileNotFoundError, ValueError):
-        if not Path(f"/proc/{int(path.read_text())}").exists():
-            path.unlink()
-    try:
-        with path.open("x") as file:
-            file.write(str(os.getpid()))
-    except FileExistsError:
-        yield False
-        return
-    try:
-        yield True
-    finally:
-        path.unlink()
-
-
-def run(
-    job: Job,
-    output: Path,
-    spectra: Path,
-    corpus: Corpus,
-    settings: Settings,
-    tell: Callable[[str], None] = print,
-) -> None:
-    """Run the rows of a job that have no record; each is written when it is done."""
-    begun, start = time.perf_counter(), job.start
+def run(job: Job, output: Path, spectra: Path, corpus: Corpus, settings: Settings) -> None:
+    """Run the rows of a job that have no record."""
+    start = job.start
     snapshot = train.begin(start, ARCHITECTURES[start.architecture], corpus, settings)
     shapes, types = train.matrix_shapes(snapshot.model)
     planner = Planner(snapshot.spectra, shapes, types)
-    tell(f"{start.key}: begun in {train.seconds_since(begun)} s")
+    print(f"{start.key}: begun", flush=True)
     later_path = spectra / f"{start.key}.pt"
     for name in missing(output, job):
-        begun = time.perf_counter()
         row, _, order = name.partition("~")
         chosen = planner.choose(ROWS[row])
-        end = train.finish(
+        model, later = train.finish(
             *(snapshot, chosen.schedules, corpus, settings),
             order=int(order or 0),
             observe=name == "uniform-5",
         )
-        if end.spectra:
-            kept = {"observed": snapshot.spectra, "later": end.spectra}
-            train.write_whole(later_path, lambda part, kept=kept: torch.save(kept, part))
-        later = torch.load(later_path)["later"] if later_path.exists() else None
-        flops, schedules = relative_flops(chosen.schedules, shapes), chosen.schedules
-        share = start.switch / start.steps
+        if later:
+            content = io.BytesIO()
+            torch.save({"observed": snapshot.spectra, "later": later}, content)
+            files.replace(later_path, content.getvalue())
+        elif later_path.exists():
+            later = torch.load(later_path)["later"]
+        schedules = chosen.schedules
         record: dict[str, Any] = {
             **dataclasses.asdict(start),
             "row": name,
-            "validation_loss": train.evaluate(end.model, corpus, settings),
-            "flops_after": flops,
-            "flops": share + (1 - share) * flops,
+            "validation_loss": train.evaluate(model, corpus, settings),
+            "flops_after": relative_flops(schedules, shapes),
             "plan": chosen.plan,
-            "steps_by_type": steps_by_type(schedules, types),
             "scores_at_switch": rounded(scores(schedules, snapshot.spectra, shapes)),
-            "scores_after": later and rounded(scores(schedules, later, shapes)),
-            "train_loss": every_tenth([*snapshot.train_loss, *end.train_loss]),
-            "digest": train.digest(end.model),
-            "seconds": train.seconds_since(begun),
+            "scores_after": rounded(scores(schedules, later, shapes)) if later else None,
+            "digest": train.digest(model),
             "settings": dataclasses.asdict(settings),
             "corpus": corpus.description["digest"],
             "machine": f"{platform.machine()}, torch {torch.__version__}",
         }
-        train.write_json(record_path(output, start, name), record)
-        tell(f"{start.key} {name}: {record['validation_loss']:.4f} in {record['seconds']} s")
-
-
-def steps_by_type(schedules: Mapping[str, Schedule], types: Mapping[str, str]) -> list[int]:
-    """Steps of each type, in the order of the model."""
-    return [*{types[name]: s.num_steps for name, s in schedules.items()}.values()]
+        files.replace(record_path(output, start, name), json.dumps(record) + "\n")
+        print(f"{start.key} {name}: {record['validation_loss']:.4f}", flush=True)
 
 
 def rounded(values: dict[str, float]) -> dict[str, float]:
     return {name: float(f"{value:.6g}") for name, value in values.items()}
-
-
-def every_tenth(losses: Sequence[float]) -> list[float]:
-    """Means of ten steps."""
-    return [round(statistics.fmean(losses[i : i + 10]), 4) for i in range(0, len(losses), 10)]

@@ -133,24 +133,11 @@ class Planner:
         budget = flop_budget(row.ratio, costs, BASE_STEPS)
         curves, ells = self._curves(groups, row, min(row.least, budget // sum(costs)))
         allocation = least_error(curves, budget, costs)
-        plan = {
-            group: (k, ell_by_steps[k])
-            for group, k, ell_by_steps in zip(groups, allocation, ells, strict=True)
-        }
-        return Chosen(self._composed(groups, ells, allocation), plan)
-
-    def _composed(
-        self,
-        groups: Mapping[str, Sequence[str]],
-        ells: Sequence[Mapping[int, float]],
-        allocation: Sequence[int],
-    ) -> dict[str, Schedule]:
-        """Schedules by name of the matrix, each for the best ``ell`` of its steps."""
-        return {
-            name: schedule_for(ell_by_steps[k], k)
-            for names, k, ell_by_steps in zip(groups.values(), allocation, ells, strict=True)
-            for name in names
-        }
+        plan, schedules = {}, {}
+        for (group, names), k, ell_by_steps in zip(groups.items(), allocation, ells, strict=True):
+            plan[group] = (k, ell_by_steps[k])
+            schedules |= dict.fromkeys(names, schedule_for(ell_by_steps[k], k))
+        return Chosen(schedules, plan)
 
     def _groups(self, row: Row) -> tuple[dict[str, list[str]], list[int]]:
         """Names of the matrices by group, and the flops of one step of each group."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from amo_dist import Schedule
+from amo_dist.engine.observe import coefficient_table
 
 Spectra: TypeAlias = Mapping[int, Mapping[str, Tensor]]
 """Singular values over the Frobenius norm, float64, by step and name of the matrix."""
@@ -43,14 +44,9 @@ def images(values: Tensor, schedules: Sequence[Schedule]) -> Tensor:
     Returns:
         Float64, ``(len(schedules), m)``.
     """
-    longest = max(schedule.num_steps for schedule in schedules)
-    nothing = (1.0, 0.0, 0.0)
-    steps = torch.tensor(
-        [[*s.coefficients, *[nothing] * (longest - s.num_steps)] for s in schedules],
-        dtype=torch.float64,
-    )
     scales = torch.tensor([s.norm_scale for s in schedules], dtype=torch.float64)
     y = values / scales.unsqueeze(1)
+    steps = coefficient_table(schedules)
     for a, b, c in steps.unsqueeze(-1).permute(1, 2, 0, 3):
         square = y.square()
         y = y * (a + square * (b + square * c))

@@ -5,14 +5,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
-import json
-import os
 import re
 import statistics
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -73,18 +69,8 @@ class Snapshot:
     model: Decoder
     state: Mapping[str, Any]
     """State of the optimizer."""
-    train_loss: list[float]
     spectra: dict[int, dict[str, Tensor]]
     """At the steps observed, the last of them the switch."""
-
-
-@dataclasses.dataclass(slots=True)
-class End:
-    """What came of a run."""
-
-    model: Decoder
-    train_loss: list[float]
-    spectra: dict[int, dict[str, Tensor]]
 
 
 def matrix_shapes(model: Decoder) -> tuple[dict[str, tuple[int, int]], dict[str, str]]:
@@ -115,13 +101,13 @@ def begin(start: Start, architecture: Architecture, corpus: Corpus, settings: Se
     uniform = schedule_for(BASE_ELL, BASE_STEPS)
     optimizer = build(model, dict.fromkeys(matrix_shapes(model)[0], uniform), start, settings)
     observed = evenly(settings.observations, 0, start.switch)
-    losses, spectra = _train(
+    spectra = _train(
         *(model, optimizer, start, corpus, settings),
         steps=range(1, start.switch + 1),
         observed=observed,
         order=start.order,
     )
-    return Snapshot(start, model, optimizer.state_dict(), losses, spectra)
+    return Snapshot(start, model, optimizer.state_dict(), spectra)
 
 
 def finish(
@@ -132,7 +118,7 @@ def finish(
     *,
     order: int = 0,
     observe: bool = False,
-) -> End:
+) -> tuple[Decoder, dict[int, dict[str, Tensor]]]:
     """Train on from a snapshot, which stays as it is, with other schedules.
 
     Args:
@@ -142,19 +128,22 @@ def finish(
         settings: Settings of the snapshot's run.
         order: Other than that of the start from the switch on, for noise.
         observe: Whether to take spectra.
+
+    Returns:
+        The trained model, and the spectra taken, by step.
     """
     start, model = snapshot.start, copy.deepcopy(snapshot.model)
     optimizer = build(model, schedules, start, settings)
     for index, param in enumerate(optimizer.params_by_name.values()):
         for key, value in snapshot.state["state"][index].items():
             optimizer.state[param][key].copy_(value)
-    losses, spectra = _train(
+    spectra = _train(
         *(model, optimizer, start, corpus, settings),
         steps=range(start.switch + 1, start.steps + 1),
         observed=evenly(settings.later_spectra, start.switch, start.steps) if observe else [],
         order=order or start.order,
     )
-    return End(model, losses, spectra)
+    return model, spectra
 
 
 def _train(
@@ -167,23 +156,22 @@ def _train(
     steps: range,
     observed: Sequence[int],
     order: int,
-) -> tuple[list[float], dict[int, dict[str, Tensor]]]:
-    """Some steps; the loss before each, and spectra after those asked for."""
+) -> dict[int, dict[str, Tensor]]:
+    """Take some steps; spectra after those asked for."""
     stream = islice(
         batches(corpus.train, settings.batch, settings.sequence, start.seed),
         steps.start - 1,
         steps.stop - 1,
     )
-    losses, spectra = [], {}
+    spectra = {}
     for step, batch in zip(steps, reordered(stream, order), strict=True):
         for group in optimizer.param_groups:
             group["lr"] = start.rate * settings.rate_at(step, start.steps)
-        loss = take_step(model, optimizer, batch, settings)
+        take_step(model, optimizer, batch, settings)
         if step in observed:
             spectra[step] = momentum_spectra(momenta(optimizer))
         optimizer.zero_grad()
-        losses.append(loss)
-    return losses, spectra
+    return spectra
 
 
 def take_step(
@@ -239,20 +227,3 @@ def digest(model: Decoder) -> str:
     for param in model.parameters():
         hasher.update(param.detach().contiguous().numpy().tobytes())
     return hasher.hexdigest()[:16]
-
-
-def write_whole(path: Path, write: Any) -> None:
-    """Call ``write`` with a path beside, then rename: the file is there whole, or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    write(part)
-    part.replace(path)
-
-
-def write_json(path: Path, record: Any) -> None:
-    text = json.dumps(record)
-    write_whole(path, lambda part: part.write_text(text + "\n"))
-
-
-def seconds_since(start: float) -> float:
-    return round(time.perf_counter() - start, 1)

@@ -38,19 +38,18 @@ def test_an_end_with_the_uniform_schedule_is_the_uninterrupted_run(norm: str, ro
     snapshot = train.begin(start, TINY, corpus, SHORT)
     uniform = dict.fromkeys(train.matrix_shapes(snapshot.model)[0], schedule_for(1e-3, 5))
     before = train.digest(snapshot.model)
-    end = train.finish(snapshot, uniform, corpus, SHORT)
+    end, _ = train.finish(snapshot, uniform, corpus, SHORT)
     assert train.digest(snapshot.model) == before
     whole = train.begin(dataclasses.replace(start, switch=9), TINY, corpus, SHORT)
-    assert train.digest(end.model) == train.digest(whole.model)
-    assert [*snapshot.train_loss, *end.train_loss] == whole.train_loss
-    other = train.finish(snapshot, dict.fromkeys(uniform, schedule_for(1e-3, 2)), corpus, SHORT)
-    assert train.digest(other.model) != train.digest(end.model)
+    assert train.digest(end) == train.digest(whole.model)
+    other, _ = train.finish(snapshot, dict.fromkeys(uniform, schedule_for(1e-3, 2)), corpus, SHORT)
+    assert train.digest(other) != train.digest(end)
 
 
 def study(monkeypatch: pytest.MonkeyPatch, root: Path, tmp_path: Path) -> list[Job]:
     monkeypatch.setitem(ARCHITECTURES, "grouped", TINY)
     wanted = [Job(START, ("uniform-5", "uniform-5~1", "distance-0.6-from-1"))]
-    jobs.work(wanted, tmp_path, tmp_path / "spectra", data.load(root), SHORT, lambda line: None)
+    jobs.work(wanted, tmp_path, tmp_path / "spectra", data.load(root), SHORT)
     return wanted
 
 
@@ -65,15 +64,11 @@ def test_a_study_goes_on_where_it_was_stopped(
     assert jobs.missing(tmp_path, wanted[0]) == ["distance-0.6-from-1"]
     study(monkeypatch, root, tmp_path)
     for path, (content, modified) in before.items():
-        old, new = json.loads(content), json.loads(path.read_bytes())
         assert path == paths[2] or path.stat().st_mtime_ns == modified
-        assert old.pop("seconds") >= 0 <= new.pop("seconds")
-        assert old == new
+        assert path.read_bytes() == content
     plain, moved, planned = (json.loads(path.read_text()) for path in paths)
     assert plain["digest"] != moved["digest"]
     assert (plain["flops_after"], plain["plan"]) == (1, {})
     assert planned["flops_after"] <= 0.6
-    assert planned["flops"] == pytest.approx(4 / 9 + 5 / 9 * planned["flops_after"])
     assert len(planned["plan"]) == 7
     assert set(planned["scores_after"]) == set(plain["scores_at_switch"])
-    assert not [*(tmp_path / "spectra").glob("*.claim")]
