@@ -7,7 +7,7 @@ import dataclasses
 import math
 import random
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +17,6 @@ from torchtitan_ext.tools.report.data import Records, Run
 
 LAYERS = "cividis"
 """Colour map of depth; even in grey."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Picture:
-    """A figure of the paper."""
-
-    name: str
-    """Name of the PNG file, without its suffix."""
-    figure: Any
-    caption: str
-
-
 DEPTH_TYPES = ("attn_q", "mlp_up")
 """Operator types whose depth the paper compares."""
 
@@ -57,33 +45,26 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"{args.run_folder}: found no geometry.jsonl, expected a tracked run")
     args.output.mkdir(parents=True, exist_ok=True)
     with report.style():
-        pictures = list(draw(tracked))
-        for picture in pictures:
-            picture.figure.savefig(args.output / f"{picture.name}.png", dpi=200)
-    for picture in pictures:
-        print(f"{args.output / picture.name}.png  {picture.caption}")
+        for name, figure, caption in draw(tracked):
+            if figure is not None:
+                path = args.output / f"{name}.png"
+                figure.savefig(path, dpi=200)
+                print(f"{path}  {caption}")
     return 0
 
 
-def draw(run: Run) -> Iterator[Picture]:
-    """The figures that the log of a run has data for, with their captions."""
-    drawn = [
-        ("f1", scatter(run), correlations(run)),
-        ("f2", report.geometry(run), shares(run)),
-        ("f3_steps", layers_over_steps(run), "Condition numbers of layers over training."),
-        ("f3_depth", profile_over_depth(run), "Condition numbers of layers over depth."),
-    ]
+def draw(run: Run) -> Iterator[tuple[str, Any, str]]:
+    """Name, figure and caption of each figure; None for one that the log has no data for."""
+    yield "f1", scatter(run), correlations(run)
+    yield "f2", report.geometry(run), shares(run)
+    yield "f3_steps", layers_over_steps(run), "Condition numbers of layers over training."
+    yield "f3_depth", profile_over_depth(run), "Condition numbers of layers over depth."
     for name in DEPTH_TYPES:
-        groups = shallow_deep(run.geometry, name)
-        if groups is not None:
-            crossing = (
-                "never cross" if groups.crossing is None else f"cross at step {groups.crossing}"
-            )
+        if groups := shallow_deep(run.geometry, name):
+            step = groups.crossing
+            crossing = "never cross" if step is None else f"cross at step {step}"
             caption = f"{name}: first and last {groups.num_layers} layers; they {crossing}."
-            drawn.append((f"f4_{name}", shallow_and_deep(run, name), caption))
-    for name, figure, caption in drawn:
-        if figure is not None:
-            yield Picture(name, figure, caption)
+            yield f"f4_{name}", shallow_and_deep(run, groups), caption
 
 
 def correlations(run: Run) -> str:
@@ -115,11 +96,6 @@ def pearson(pairs: Sequence[tuple[float, float]]) -> float | None:
         return statistics.correlation([x for x, _ in pairs], [y for _, y in pairs])
     except statistics.StatisticsError:
         return None
-
-
-def layer(record: Mapping[str, Any]) -> Any:
-    """Layer of a record of the geometry log; None outside of the blocks."""
-    return record["layer"]
 
 
 def between_share(records: Records, key: str) -> float | None:
@@ -182,16 +158,12 @@ def first_crossing(
 ) -> int | None:
     """First common step at which two trajectories meet, or have changed their order."""
     others = dict(right)
-    first = None
-    for step, value in left:
-        if step not in others:
-            continue
-        sign = (value > others[step]) - (value < others[step])
-        if first is None:
-            first = sign
-        elif sign != first:
-            return step
-    return None
+    signs = [
+        (step, (value > others[step]) - (value < others[step]))
+        for step, value in left
+        if step in others
+    ]
+    return next((step for step, sign in signs if sign != signs[0][1]), None)
 
 
 def conditioning(records: Records) -> list[tuple[float, float, int]]:
@@ -228,12 +200,14 @@ def _few(values: Sequence[int], count: int) -> list[int]:
 
 def layers_over_steps(run: Run) -> Any:
     """F3: medians of layers over time."""
-    by_layer = data.medians(run.geometry, layer)
+    from matplotlib import colormaps
+
+    by_layer = data.medians(run.geometry, lambda record: record["layer"])
     if len(by_layer) < 2:
         return None
     figure, axes = report.new(3.5)
     layers = sorted(by_layer)
-    colors = _map(LAYERS)
+    colors = colormaps[LAYERS]
     for number in _few(layers, 6):
         place = layers.index(number) / max(len(layers) - 1, 1)
         line = {"color": colors(place * 0.92), "label": f"layer {number}"}
@@ -245,12 +219,14 @@ def layers_over_steps(run: Run) -> Any:
 
 def profile_over_depth(run: Run) -> Any:
     """F3: profiles over depth at a few steps."""
-    by_layer = data.medians(run.geometry, layer)
+    from matplotlib import colormaps
+
+    by_layer = data.medians(run.geometry, lambda record: record["layer"])
     if len(by_layer) < 2:
         return None
     figure, axes = report.new(3.5)
     snapshots = _few(sorted({step for series in by_layer.values() for step, _ in series}), 5)
-    colors = _map("viridis_r")
+    colors = colormaps["viridis_r"]
     for index, (step, marker) in enumerate(zip(snapshots, "osD^v", strict=False)):
         profile = [
             (number, dict(series)[step])
@@ -266,16 +242,9 @@ def profile_over_depth(run: Run) -> Any:
     return figure
 
 
-def _map(name: str) -> Any:
-    import matplotlib
-
-    return matplotlib.colormaps[name]
-
-
-def shallow_and_deep(run: Run, operator_type: str) -> Any:
+def shallow_and_deep(run: Run, groups: Depth) -> Any:
     """F4: shallow against deep layers of an operator type."""
-    groups = shallow_deep(run.geometry, operator_type)
-    if groups is None or not groups.shallow:
+    if not groups.shallow:
         return None
     figure, axes = report.new()
     size = "layer" if groups.num_layers == 1 else f"{groups.num_layers} layers"
