@@ -14,7 +14,7 @@ import json
 import platform
 import statistics
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -133,9 +133,9 @@ def work(rank: int, store: str, options: argparse.Namespace) -> None:
     corpus = load(standard_library())
     path: Path = options.output
     runs: dict[str, Any] = json.loads(path.read_text())["runs"] if path.exists() else {}
-    for name in options.names:
+    for name in RATES:
         tried = [(name, rate, 0) for rate in RATES[name]]
-        for key in itertools.chain(tried, ((name, best(runs, name), s) for s in options.seeds)):
+        for key in itertools.chain(tried, ((name, best(runs, name), s) for s in (1, 2))):
             text = " ".join(map(str, key))
             if text in runs:
                 continue
@@ -164,17 +164,17 @@ def curves_at_best(runs: dict[str, Any], name: str) -> list[dict[str, float]]:
     return [curve for key, curve in runs.items() if key.startswith(start)]
 
 
-def table(runs: dict[str, Any], names: Iterable[str]) -> str:
+def table(runs: dict[str, Any]) -> str:
     """Final loss at the best rate, mean and range over seeds, as Markdown."""
     rows = []
-    for name in names:
+    for name in RATES:
         losses = [final(curve) for curve in curves_at_best(runs, name)]
         mean, spread = statistics.mean(losses), f"{min(losses):.3f} to {max(losses):.3f}"
         rows.append([name, f"{best(runs, name):g}", f"{mean:.3f}", spread, len(losses)])
     return markdown(["optimizer", "best rate", "validation loss", "least to most", "seeds"], rows)
 
 
-def plot(runs: dict[str, Any], names: Iterable[str], path: Path) -> None:
+def plot(runs: dict[str, Any], path: Path) -> None:
     """Mean validation loss by step, each optimizer at its best rate."""
     import matplotlib as mpl
 
@@ -182,7 +182,7 @@ def plot(runs: dict[str, Any], names: Iterable[str], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(6, 3.6), layout="constrained")
-    for name in names:
+    for name in RATES:
         curves = curves_at_best(runs, name)
         steps = [int(step) for step in curves[0]]
         means = [statistics.mean(curve[str(step)] for curve in curves) for step in steps]
@@ -194,16 +194,14 @@ def plot(runs: dict[str, Any], names: Iterable[str], path: Path) -> None:
 
 def main(args: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compare_optimizers")
-    parser.add_argument("--names", nargs="+", default=[*RATES], choices=[*RATES])
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--seeds", type=int, nargs="*", default=[1, 2])
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args(args)
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(work, (f"{folder}/store", options), nprocs=RANKS)
     runs = json.loads(options.output.read_text())["runs"]
-    print(table(runs, options.names))
-    plot(runs, options.names, options.output.with_suffix(".png"))
+    print(table(runs))
+    plot(runs, options.output.with_suffix(".png"))
     return 0
 
 

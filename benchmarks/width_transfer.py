@@ -21,7 +21,7 @@ from benchmarks.measure import report
 from benchmarks.plan_quality.data import Corpus, batches, load, standard_library
 from benchmarks.plan_quality.model import Architecture, Decoder
 from benchmarks.plan_quality.settings import Settings
-from benchmarks.plan_quality.train import evaluate, loss_of
+from benchmarks.plan_quality.train import evaluate, take_step
 
 SETTINGS = Settings(sequence=64, warmup=10, validation_batches=32)
 ADAMW_RATE = 4e-3
@@ -31,77 +31,52 @@ RATES = {
     "spectral": (1e-2, 2e-2, 4e-2, 8e-2, 16e-2),
 }
 """Learning rates of Muon by ``adjust_lr``; the last two multiply updates by less."""
-HEAD_DIM, NUM_LAYERS = 16, 2
+WIDTHS, HEAD_DIM, NUM_LAYERS, SEED = (32, 64, 128), 16, 2, 0
 
 
-def train(width: int, scale: str, rate: float, seed: int, steps: int, corpus: Corpus) -> float:
+def train(width: int, scale: str, rate: float, steps: int, corpus: Corpus) -> float:
     """Validation loss a token after a run."""
     heads = width // HEAD_DIM
     sizes = Architecture(heads, heads, width, 3 * width, NUM_LAYERS, HEAD_DIM)
-    torch.manual_seed(seed)
+    torch.manual_seed(SEED)
     model = Decoder(sizes)
     config = MuonConfig(adjust_lr=scale, ns_dtype="float32", ns_guard_every=0)
     optimizer = Muon(param_groups(model), rate, 0.0, config=config)
-    stream = batches(corpus.train, SETTINGS.batch, SETTINGS.sequence, seed)
+    stream = batches(corpus.train, SETTINGS.batch, SETTINGS.sequence, SEED)
     for step, batch in enumerate(islice(stream, steps), start=1):
         for group in optimizer.param_groups:
             peak = rate if group["algorithm"] == "muon" else ADAMW_RATE
             group["lr"] = peak * SETTINGS.rate_at(step, steps)
-        loss_of(model, batch).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), SETTINGS.max_norm)
-        optimizer.step()
+        take_step(model, optimizer, batch, SETTINGS)
         optimizer.zero_grad()
     return evaluate(model, corpus, SETTINGS)
 
 
-def row(scale: str, width: int, losses: dict[float, float], kept: float) -> dict[str, Any]:
-    """A row of the table.
-
-    Args:
-        scale: ``adjust_lr``.
-        width: Width of the model.
-        losses: Losses by rate.
-        kept: Best rate of the narrowest model.
-    """
-    best = min(losses, key=losses.__getitem__)
-    numbered = {f"loss {i}": loss for i, loss in enumerate(losses.values())}
-    costs = {"best rate": best, "cost of keeping": losses[kept] - losses[best]}
-    return {"adjust_lr": scale, "width": width, "rates": list(losses), **numbered, **costs}
-
-
 def main(args: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.width_transfer")
-    parser.add_argument("--widths", type=int, nargs="+", default=[32, 64, 128])
-    parser.add_argument("--scales", nargs="+", default=list(RATES), choices=RATES)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--output", type=Path, default=None)
+    parser.add_argument("--output", type=Path)
     options = parser.parse_args(args)
     torch.set_num_threads(1)
     corpus = load(standard_library())
     rows: list[dict[str, Any]] = []
-    kept: dict[str, float] = {}
     begun = time.process_time()
-    for width in options.widths:
-        for scale in options.scales:
-            losses = {}
-            for rate in RATES[scale]:
-                by_seed = [
-                    train(width, scale, rate, seed, options.steps, corpus) for seed in options.seeds
-                ]
-                losses[rate] = sum(by_seed) / len(by_seed)
-            kept.setdefault(scale, min(losses, key=losses.__getitem__))
-            rows.append(row(scale, width, losses, kept[scale]))
-        settings = {
-            "seeds": options.seeds,
-            "steps": options.steps,
-            "tokens_a_step": SETTINGS.batch * SETTINGS.sequence,
-            "adamw_rate": ADAMW_RATE,
-            "corpus": corpus.description["digest"],
-            "cpu_seconds": round(time.process_time() - begun),
-        }
-        # Written after each width, so that a later failure loses no measurement.
-        report("width_transfer", rows, options.output, settings)
+    for width in WIDTHS:
+        for scale, rates in RATES.items():
+            losses = {rate: train(width, scale, rate, options.steps, corpus) for rate in rates}
+            numbered = {f"loss {i}": loss for i, loss in enumerate(losses.values())}
+            best = min(losses, key=losses.__getitem__)
+            about = {"adjust_lr": scale, "width": width, "rates": list(rates)}
+            rows.append({**about, **numbered, "best rate": best})
+    settings = {
+        "seed": SEED,
+        "steps": options.steps,
+        "tokens_a_step": SETTINGS.batch * SETTINGS.sequence,
+        "adamw_rate": ADAMW_RATE,
+        "corpus": corpus.description["digest"],
+        "cpu_seconds": round(time.process_time() - begun),
+    }
+    report("width_transfer", rows, options.output, settings)
     return 0
 
 

@@ -373,15 +373,3 @@ ALL_RUNS: Mapping[str, Run] = {
     run.name: run for experiment in EXPERIMENTS.values() for run in experiment.runs()
 }
 """Every run by name."""
-
-
-def experiment_named(name: str) -> Experiment:
-    """Look up an experiment.
-
-    Raises:
-        ValueError: There is none of this name; the message lists those there are.
-    """
-    if name not in EXPERIMENTS:
-        known = ", ".join(EXPERIMENTS)
-        raise ValueError(f"experiment: found {name!r}, expected one of {known}")
-    return EXPERIMENTS[name]

@@ -36,7 +36,6 @@ _OPTIONS: Mapping[str, tuple[Callable[[str], Any], Any, str]] = {
     "device": (str, None, "default: the accelerator, where there is one"),
     "dtype": (str, None, "default: bfloat16 on an accelerator, else float32"),
     "max_length": (int, 4096, "the most tokens the model sees (default 4096)"),
-    "hf_folder": (Path, None, "keep the exported Hugging Face model here"),
 }
 """What to evaluate, and how: type, default and help of each option."""
 
@@ -65,7 +64,7 @@ def evaluate(checkpoint: Path, model: str, optimizer: str, **options: Any) -> di
     names, batch_size = task_names(asked.tasks), _batch_size(asked.batch_size)
     manager = _task_manager(harness, names, asked.include_path)
     device = asked.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    with _hf_model(checkpoint, asked.hf_folder) as folder, _readable(names):
+    with _hf_model(checkpoint) as folder, _readable(names):
         found = harness.simple_evaluate(
             model="hf",
             model_args={
@@ -171,15 +170,14 @@ def _line(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _hf_model(checkpoint: Path, kept: Path | None) -> Iterator[Path]:
-    """A folder with the checkpoint as a Hugging Face model, deleted where none is to be kept."""
+def _hf_model(checkpoint: Path) -> Iterator[Path]:
+    """A folder with the checkpoint as a Hugging Face model, for as long as it is read."""
     if (checkpoint / "config.json").is_file():
         yield checkpoint
         return
     with tempfile.TemporaryDirectory(prefix="amo-hf-") as scratch:
-        folder = kept or Path(scratch)
-        export.export(checkpoint, folder, export.find_source(checkpoint))
-        yield folder
+        export.export(checkpoint, Path(scratch), export.find_source(checkpoint))
+        yield Path(scratch)
 
 
 def _batch_size(text: str) -> int | str:

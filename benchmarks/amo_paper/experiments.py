@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.amo_paper import evaluate, gather, runner
-from benchmarks.amo_paper.catalog import EXPERIMENTS, Experiment, experiment_named
+from benchmarks.amo_paper.catalog import EXPERIMENTS, Experiment
 from benchmarks.amo_paper.resolve import QUICKSTART, Job, Place, resolve
 from benchmarks.amo_paper.results import SHORT, check_examples
 from torchtitan_ext.runs import files
@@ -41,7 +41,8 @@ def _add(
     actions: Any, name: str, text: str, run: Callable[[argparse.Namespace], int]
 ) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = actions.add_parser(name, help=text, description=text)
-    parser.add_argument("name", metavar="NAME", help="an experiment that `list` names")
+    text = "an experiment that `list` names"
+    parser.add_argument("name", metavar="NAME", choices=EXPERIMENTS, help=text)
     parser.add_argument("--model", help="only the runs of this model of the paper")
     parser.add_argument(
         "--small",
@@ -60,9 +61,9 @@ def selection(args: argparse.Namespace) -> tuple[Experiment, Place]:
     """The experiment that arguments name, and where its runs go.
 
     Raises:
-        ValueError: The experiment or the model is unknown.
+        ValueError: The model is unknown.
     """
-    experiment = experiment_named(args.name)
+    experiment = EXPERIMENTS[args.name]
     model = args.model
     if args.small and model is None:
         # The stand-in is one model, and would train twice what the paper does on two.

@@ -28,7 +28,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from amo_dist.distributed.ranks import this_rank
+from amo_dist.engine.hyperparameters import momentum_of
 from amo_dist.kernels.newton_schulz import orthogonalize
+from amo_dist.kernels.spectrum import ns_residual
 from torchtitan_ext.plugin.callbacks import Callback
 from torchtitan_ext.runs.records import append_records, drop_from
 from torchtitan_ext.runs.run_files import GEOMETRY_FILE
@@ -55,7 +58,7 @@ class Geometry(Callback):
 
     def before_step(self, step: int) -> None:
         """Drop what earlier starts wrote for the first step of this process and for later ones."""
-        if not self._has_started and _rank() == 0:
+        if not self._has_started and this_rank() == 0:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             drop_from(self._path, step)
         self._has_started = True
@@ -67,7 +70,7 @@ class Geometry(Callback):
         config = self.trainer.config
         labels = {"model": model_label(config), "family": family_label(config)}
         records = measure(self.trainer.optimizers.optimizer, step)
-        if _rank() == 0:
+        if this_rank() == 0:
             append_records(self._path, [record | labels for record in records])
 
     @property
@@ -95,7 +98,7 @@ def measure(optimizer: Any, step: int) -> list[dict[str, Any]]:
     own: dict[str, dict[str, Any]] = {}
     for index, info in enumerate(optimizer.world.registry):
         momentum = _momentum(optimizer, info.name)
-        if index % _world_size() != _rank():
+        if index % _world_size() != this_rank():
             continue
         schedule = schedules[info.operator_type]
         result = orthogonalize(momentum, schedule.coefficients, norm_scale=schedule.norm_scale)
@@ -124,15 +127,11 @@ def _momentum(optimizer: Any, name: str) -> Tensor:
     param = optimizer.params_by_name[name]
     buffer = optimizer.state[param]["momentum_buffer"]
     (group,) = [g for g in optimizer.param_groups if any(p is param for p in g["params"])]
+    _, coefficient = momentum_of(group, optimizer.config)
     matrix = buffer
-    if group.get("nesterov", optimizer.config.nesterov):
-        momentum = group.get("momentum", optimizer.config.momentum)
-        matrix = param.grad.to(buffer.dtype) + momentum * buffer
+    if coefficient is not None:
+        matrix = param.grad.to(buffer.dtype) + coefficient * buffer
     return matrix.full_tensor() if isinstance(matrix, DTensor) else matrix
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def _world_size() -> int:
@@ -197,12 +196,3 @@ def spectral_metrics(x: Tensor, *, tau: float = TAU) -> Tensor:
     if greatest <= tau:
         values[[3, 4, 6, 7]] = float("nan")  # a relative tau knows no such threshold
     return values
-
-
-def ns_residual(x: Tensor) -> Tensor:
-    """``||X X^T - I||_F / sqrt(min(m, n))`` of one matrix, on its short side, in float64."""
-    x = x.double()
-    gram = x @ x.mT if x.shape[0] <= x.shape[1] else x.mT @ x
-    defect = gram - torch.eye(len(gram), dtype=x.dtype, device=x.device)
-    residual: Tensor = torch.linalg.vector_norm(defect) / math.sqrt(len(gram))
-    return residual
