@@ -73,7 +73,7 @@ def main(args: Sequence[str] | None = None) -> int:
         "steps": options.steps,
         "tokens_a_step": SETTINGS.batch * SETTINGS.sequence,
         "adamw_rate": ADAMW_RATE,
-        "corpus": corpus.description["digest"],
+        "corpus": corpus.digest,
         "cpu_seconds": round(time.process_time() - begun),
     }
     report("width_transfer", rows, options.output, settings)

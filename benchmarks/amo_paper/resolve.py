@@ -41,6 +41,12 @@ _WSD: Mapping[str, Value] = {
 }
 
 
+_AMO = "optimizer.amo."
+
+Fields = Mapping[str, Any]
+"""What a TOML file and those that it extends say, by dotted name."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Place:
     """Where runs go, and what they start from."""
@@ -143,13 +149,16 @@ def resolve(run: Run, place: Place) -> Job:
         "adamw": f"{model.stem}_adamw_paper",
         "continual": f"cpt_{model.stem}",
     }
-    config = reference = Config.read(Path(f"configs/{stems[run.config]}.toml"))
+    path = QUICKSTART if place.small else Path(f"configs/{stems[run.config]}.toml")
+    config = read_config(path)
+    options, ratio = dict(run.options), Fraction(1)
     if place.small:
-        config = Config.read(QUICKSTART)
-        if run.config == "continual":
-            reference = Config.read(Path(f"configs/{model.stem}.toml"))
-    ratio = Fraction(config.steps, reference.steps) if place.small else Fraction(1)
-    options = _options(run, place, reference, config, ratio)
+        stem = model.stem if run.config == "continual" else stems[run.config]
+        reference = read_config(Path(f"configs/{stem}.toml"))
+        ratio = Fraction(config["training.steps"], reference["training.steps"])
+        options = _small_options(run, reference, config, ratio)
+    if run.tokens != 1:
+        options |= _more_tokens(run.tokens, config)
     static, prepare = _static(run, place)
     continues = _continues(run, place)
     if continues is not None:
@@ -157,10 +166,10 @@ def resolve(run: Run, place: Place) -> Job:
     gpus = model.adamw_gpus if run.config == "adamw" else model.gpus
     return Job(
         run=run,
-        config=config.path,
+        config=path,
         options={**options, **static},
         folder=place.folder / run_folder(run, place),
-        steps=int(options.get("training.steps", config.steps)),
+        steps=int({**config, **options}["training.steps"]),
         step_ratio=ratio,
         gpus=None if place.small else gpus,
         prepare=prepare,
@@ -175,66 +184,38 @@ def run_folder(run: Run, place: Place) -> str:
     return QUICKSTART.stem + run.name.removeprefix(run.model.lower())
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Config:
-    """A TOML file that runs start from."""
+def read_config(path: Path) -> Fields:
+    """Read a file, with those that it extends.
 
-    path: Path
-    """Relative to the repository, or absolute."""
-    fields: Mapping[str, Any]
-    """What it and those that it extends say, by dotted name."""
-
-    @staticmethod
-    def read(path: Path) -> Config:
-        """Read a file, with those that it extends.
-
-        Raises:
-            ValueError: It cannot be read or is not TOML.
-        """
-        return Config(path, dict(files.fields(files.read(ROOT / path))))
-
-    def field(self, name: str) -> Any:
-        """The value of a field.
-
-        Raises:
-            ValueError: It is not there.
-        """
-        if name not in self.fields:
-            raise ValueError(f"{self.path}: {name}: found nothing, expected this field")
-        return self.fields[name]
-
-    @property
-    def steps(self) -> int:
-        """Length of the run."""
-        return int(self.field("training.steps"))
-
-    @property
-    def peak_rate(self) -> float:
-        """Peak learning rate."""
-        return float(self.field("optimizer.lr"))
-
-    def horizon(self, name: str) -> int:
-        """A number of steps of ``[optimizer.amo]``, or its default."""
-        prefix, found = "optimizer.amo.", self.fields.items()
-        amo = {key.removeprefix(prefix): v for key, v in found if key.startswith(prefix)}
-        return int(AMOConfig(**amo).to_dict()[name])
+    Raises:
+        ValueError: It cannot be read or is not TOML.
+    """
+    return dict(files.fields(files.read(ROOT / path)))
 
 
-def _options(
-    run: Run, place: Place, reference: Config, config: Config, ratio: Fraction
+def _amo_steps(config: Fields, name: str) -> int:
+    """A number of steps of ``[optimizer.amo]``, or its default."""
+    return int(config.get(f"{_AMO}{name}", getattr(AMOConfig(), name)))
+
+
+def _small_options(
+    run: Run, reference: Fields, config: Fields, ratio: Fraction
 ) -> dict[str, Value]:
-    options = dict(run.options)
-    if place.small:
-        options = {**_stand_in(run), **options, **run.small_options}
-        for name in _STEPS:
-            if name in options:
-                options[name] = scaled(int(options[name]), ratio)
-        _scale_amo(options, reference, config)
-        if "optimizer.lr" in options:
-            share = float(options["optimizer.lr"]) / reference.peak_rate
-            options["optimizer.lr"] = share * config.peak_rate
-    if run.tokens != 1:
-        options |= _more_tokens(run.tokens, config)
+    """The options of a run on the stand-in ``config``, scaled from those on ``reference``."""
+    options = {**_stand_in(run), **run.options, **run.small_options}
+    for name in _STEPS:
+        if name in options:
+            options[name] = scaled(int(options[name]), ratio)
+    for name in ("transition_steps", "observe_every"):
+        if (steps := options.get(_AMO + name)) is not None:
+            horizons = Fraction(_amo_steps(config, name), _amo_steps(reference, name))
+            options[_AMO + name] = scaled(int(steps), horizons)
+    if f"{_AMO}observe_every" in options:  # observations keep their number
+        count = _amo_steps(config, "observe_until") // _amo_steps(config, "observe_every")
+        options[f"{_AMO}observe_until"] = int(options[f"{_AMO}observe_every"]) * count
+    if "optimizer.lr" in options:
+        share = float(options["optimizer.lr"]) / reference["optimizer.lr"]
+        options["optimizer.lr"] = share * config["optimizer.lr"]
     return options
 
 
@@ -246,26 +227,13 @@ def _stand_in(run: Run) -> dict[str, Value]:
     return dict(_WSD) if name == "AdamW" else {}
 
 
-def _scale_amo(options: dict[str, Value], reference: Config, config: Config) -> None:
-    """Scale horizons as the stand-in's own are to the paper's; observations keep their number."""
-    prefix = "optimizer.amo."
-    for name in ("transition_steps", "observe_every"):
-        if (found := options.get(prefix + name)) is not None:
-            ratio = Fraction(config.horizon(name), reference.horizon(name))
-            options[prefix + name] = scaled(int(found), ratio)
-    if f"{prefix}observe_every" in options:
-        count = config.horizon("observe_until") // config.horizon("observe_every")
-        options[f"{prefix}observe_until"] = int(options[f"{prefix}observe_every"]) * count
-
-
-def _more_tokens(times: int, config: Config) -> dict[str, Value]:
+def _more_tokens(times: int, config: Fields) -> dict[str, Value]:
     """A longer run: its warmup keeps its share, and the rate follows the scaling law."""
-    options: dict[str, Value] = {
-        "training.steps": times * config.steps,
-        "lr_scheduler.warmup_steps": times * int(config.field("lr_scheduler.warmup_steps")),
+    return {
+        "training.steps": times * config["training.steps"],
+        "lr_scheduler.warmup_steps": times * config["lr_scheduler.warmup_steps"],
+        "optimizer.lr": config["optimizer.lr"] * times**TOKENS_EXPONENT,
     }
-    factor = times**TOKENS_EXPONENT
-    return {**options, "optimizer.lr": float(config.peak_rate * factor)}
 
 
 def _static(run: Run, place: Place) -> tuple[dict[str, Value], tuple[tuple[str, ...], ...]]:

@@ -7,7 +7,6 @@ import hashlib
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,8 +34,8 @@ class Corpus:
 
     train: Tensor
     validation: Tensor
-    description: dict[str, Any]
-    """Files and bytes of each part, and a digest of all names and contents."""
+    digest: str
+    """Of all names and contents."""
 
 
 def load(root: Path) -> Corpus:
@@ -62,14 +61,7 @@ def load(root: Path) -> Corpus:
         counts = {"training": len(parts[False]) // 2, "validation": len(parts[True]) // 2}
         raise ValueError(f"root: found {counts} files in {root}, expected some of both")
     train, validation = torch.cat(parts[False]), torch.cat(parts[True])
-    description = {
-        "digest": hasher.hexdigest()[:16],
-        "train_files": len(parts[False]) // 2,
-        "train_tokens": train.numel(),
-        "validation_files": len(parts[True]) // 2,
-        "validation_tokens": validation.numel(),
-    }
-    return Corpus(train, validation, description)
+    return Corpus(train, validation, hasher.hexdigest()[:16])
 
 
 def _is_utf8(text: bytes) -> bool:

@@ -149,7 +149,7 @@ def run(job: Job, output: Path, spectra: Path, corpus: Corpus, settings: Setting
             "scores_after": rounded(scores(schedules, later, shapes)) if later else None,
             "digest": train.digest(model),
             "settings": dataclasses.asdict(settings),
-            "corpus": corpus.description["digest"],
+            "corpus": corpus.digest,
             "machine": f"{platform.machine()}, torch {torch.__version__}",
         }
         files.replace(record_path(output, start, name), json.dumps(record) + "\n")
