@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import pydantic
 
 from benchmarks.tables import markdown
 
@@ -57,21 +58,27 @@ SHORT = {task.name: task.short for task in PAPER_TASKS}
 """Heading of a column by the name of its task."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+Score = Annotated[float, pydantic.Field(ge=0, le=100, strict=True)]
+
+
+@pydantic.dataclasses.dataclass(frozen=True)
 class Result:
     """The scores of one model."""
 
-    model: str
+    model: Annotated[str, pydantic.Field(min_length=1)]
     """What the compared rows have in common, e.g. ``Qwen3-0.6B``."""
-    optimizer: str
+    optimizer: Annotated[str, pydantic.Field(min_length=1)]
     """The row, e.g. ``AMO``."""
-    tasks: Mapping[str, float]
+    tasks: Annotated[dict[str, Score], pydantic.Field(min_length=1)]
     """Score of each task in percent, at least one."""
 
     @property
     def average(self) -> float:
         """The unweighted average over the tasks, in percent."""
         return statistics.fmean(self.tasks.values())
+
+
+_RESULT = pydantic.TypeAdapter(Result)
 
 
 def sort_tasks(names: Iterable[str]) -> tuple[str, ...]:
@@ -101,7 +108,10 @@ def read_results(paths: Iterable[str | Path]) -> list[Result]:
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}: not JSON: {error}") from None
         for index, record in enumerate(content if isinstance(content, list) else [content]):
-            result = _result(f"{path}[{index}]", record)
+            try:
+                result = _RESULT.validate_python(record)
+            except ValueError as error:
+                raise ValueError(f"{path}[{index}]: {error}") from None
             name = (result.model, result.optimizer)
             if name in found:
                 raise ValueError(f"results: found {' with '.join(name)} twice, expected it once")
@@ -117,22 +127,6 @@ def read_results(paths: Iterable[str | Path]) -> list[Result]:
                 f"result: {', '.join(differs)}; expected the same tasks everywhere"
             )
     return [*found.values()]
-
-
-def _result(where: str, record: Any) -> Result:
-    if not isinstance(record, Mapping):
-        raise ValueError(f"{where}: found {record!r}, expected an object")
-    for key in ("model", "optimizer"):
-        if not isinstance(record.get(key), str) or not record[key]:
-            raise ValueError(f"{where}.{key}: found {record.get(key)!r}, expected a name")
-    tasks = record.get("tasks")
-    if not isinstance(tasks, Mapping) or not tasks:
-        raise ValueError(f"{where}.tasks: found {tasks!r}, expected scores by task")
-    for name, score in tasks.items():
-        is_number = isinstance(score, (int, float)) and not isinstance(score, bool)
-        if not is_number or not math.isfinite(score) or not 0 <= score <= 100:
-            raise ValueError(f"{where}.tasks.{name}: found {score!r}, expected 0 to 100")
-    return Result(record["model"], record["optimizer"], {n: float(s) for n, s in tasks.items()})
 
 
 def check_examples(record: Mapping[str, Any]) -> list[str]:

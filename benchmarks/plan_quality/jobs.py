@@ -126,9 +126,9 @@ def run(job: Job, output: Path, spectra: Path, corpus: Corpus, settings: Setting
     later_path = spectra / f"{start.key}.pt"
     for name in missing(output, job):
         row, _, order = name.partition("~")
-        chosen = planner.choose(ROWS[row])
+        schedules, plan = planner.choose(ROWS[row])
         model, later = train.finish(
-            *(snapshot, chosen.schedules, corpus, settings),
+            *(snapshot, schedules, corpus, settings),
             order=int(order or 0),
             observe=name == "uniform-5",
         )
@@ -138,13 +138,12 @@ def run(job: Job, output: Path, spectra: Path, corpus: Corpus, settings: Setting
             files.replace(later_path, content.getvalue())
         elif later_path.exists():
             later = torch.load(later_path)["later"]
-        schedules = chosen.schedules
         record: dict[str, Any] = {
             **dataclasses.asdict(start),
             "row": name,
             "validation_loss": train.evaluate(model, corpus, settings),
             "flops_after": relative_flops(schedules, shapes),
-            "plan": chosen.plan,
+            "plan": plan,
             "scores_at_switch": rounded(scores(schedules, snapshot.spectra, shapes)),
             "scores_after": rounded(scores(schedules, later, shapes)) if later else None,
             "digest": train.digest(model),

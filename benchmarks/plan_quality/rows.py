@@ -39,7 +39,7 @@ class Row:
 
     Attributes:
         title: For tables.
-        steps: Steps of a uniform schedule; 0: none.
+        steps: Steps of a uniform schedule.
         named: Name of a named schedule.
         measure: What a plan minimises, one of `MEASURES`.
         weighting: ``alike`` or ``entries``.
@@ -49,7 +49,7 @@ class Row:
     """
 
     title: str
-    steps: int = 0
+    steps: int = BASE_STEPS
     named: str = ""
     measure: str = ""
     weighting: str = "entries"
@@ -86,16 +86,6 @@ ROWS: Mapping[str, Row] = MappingProxyType(
 """Rows by name, in the order in which they run."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Chosen:
-    """A row made out for one model."""
-
-    schedules: Mapping[str, Schedule]
-    """Schedules by name of the matrix."""
-    plan: Mapping[str, tuple[int, float]]
-    """Plan by group: steps, and the ``ell`` that they are composed for; empty without a plan."""
-
-
 class Planner:
     """Makes rows out for one model, from spectra up to the switch.
 
@@ -118,57 +108,50 @@ class Planner:
         }
         """Errors by name: ``(steps - 1, ell, measure)``, means over the steps observed."""
 
-    def choose(self, row: Row) -> Chosen:
-        """The schedules of a row."""
-        if row.measure:
-            return self._planned(row)
-        if row.named:
-            schedule = named_schedule(row.named).schedule
-        else:
+    def choose(self, row: Row) -> tuple[dict[str, Schedule], dict[str, tuple[int, float]]]:
+        """The schedules of a row by name of the matrix, and its plan.
+
+        The plan has, by group, the steps and the ``ell`` that they are composed for; it is empty
+        for a row without one.
+        """
+        if not row.measure:
             schedule = schedule_for(BASE_ELL, row.steps)
-        return Chosen(dict.fromkeys(self._shapes, schedule), {})
-
-    def _planned(self, row: Row) -> Chosen:
-        groups, costs = self._groups(row)
-        budget = flop_budget(row.ratio, costs, BASE_STEPS)
-        curves, ells = self._curves(groups, row, min(row.least, budget // sum(costs)))
-        allocation = least_error(curves, budget, costs)
-        plan, schedules = {}, {}
-        for (group, names), k, ell_by_steps in zip(groups.items(), allocation, ells, strict=True):
-            plan[group] = (k, ell_by_steps[k])
-            schedules |= dict.fromkeys(names, schedule_for(ell_by_steps[k], k))
-        return Chosen(schedules, plan)
-
-    def _groups(self, row: Row) -> tuple[dict[str, list[str]], list[int]]:
-        """Names of the matrices by group, and the flops of one step of each group."""
+            if row.named:
+                schedule = named_schedule(row.named).schedule
+            return dict.fromkeys(self._shapes, schedule), {}
         groups: dict[str, list[str]] = {}
         for name in self._shapes:
             groups.setdefault(self._group(name, row), []).append(name)
         costs = [sum(ns_step_flops(*self._shapes[n]) for n in names) for names in groups.values()]
-        return groups, costs
+        budget = flop_budget(row.ratio, costs, BASE_STEPS)
+        low = min(row.least, budget // sum(costs))
+        choices = [self._choices(names, row, low) for names in groups.values()]
+        curves = [{k: error for k, (error, _) in own.items()} for own in choices]
+        allocation = least_error(curves, budget, costs)
+        schedules: dict[str, Schedule] = {}
+        plan = {}
+        for (group, names), k, own in zip(groups.items(), allocation, choices, strict=True):
+            _, ell = own[k]
+            plan[group] = (k, ell)
+            schedules |= dict.fromkeys(names, schedule_for(ell, k))
+        return schedules, plan
 
-    def _curves(
-        self, groups: Mapping[str, Sequence[str]], row: Row, low: int
-    ) -> tuple[list[dict[int, float]], list[dict[int, float]]]:
-        """Least weighted error by steps and its ``ell``, for each group."""
-        curves, ells = [], []
-        for names in groups.values():
-            table = torch.stack(
-                [
-                    weight(self._shapes[name], row.weighting)
-                    * self._errors[name][..., MEASURES.index(row.measure)]
-                    for name in names
-                ]
-            ).sum(0)
-            errors_by_steps = {k: table[k - 1].tolist() for k in range(low, MOST + 1)}
-            # Ties go to the greater ell.
-            places = {
-                k: min(range(len(ELLS)), key=lambda j, r=row_: (r[j], -j))
-                for k, row_ in errors_by_steps.items()
-            }
-            curves.append({k: errors_by_steps[k][j] for k, j in places.items()})
-            ells.append({k: ELLS[j] for k, j in places.items()})
-        return curves, ells
+    def _choices(self, names: Sequence[str], row: Row, low: int) -> dict[int, tuple[float, float]]:
+        """Least weighted error of a group by steps, and its ``ell``; ties go to the greater one."""
+        measure = MEASURES.index(row.measure)
+        errors = torch.stack(
+            [
+                weight(self._shapes[name], row.weighting) * self._errors[name][..., measure]
+                for name in names
+            ]
+        ).sum(0)
+        return {
+            k: min(
+                zip(errors[k - 1].tolist(), ELLS, strict=True),
+                key=lambda choice: (choice[0], -choice[1]),
+            )
+            for k in range(low, MOST + 1)
+        }
 
     def _group(self, name: str, row: Row) -> str:
         if not row.by_depth:
