@@ -27,12 +27,27 @@ from amo_dist import (
     param_groups,
 )
 from amo_dist.engine.hyperparameters import check_groups
+from tests import runs
 from tests.distributed import models
-from tests.unit.checkpoint_runs import BAD_RATES, everything
-from tests.unit.in_use import NORM, SHAPES, W1, WQ, muon, same, train
+from tests.runs import NORM, SHAPES, W1, WQ
 
-SHORT = AMOConfig(observe_until=4, observe_every=2, sample_size=2, transition_steps=3)
-
+BAD_RATES = [
+    ("lr", float("nan"), "nan"),
+    ("lr", -1.0, "-1.0"),
+    ("lr", torch.tensor(torch.nan), "tensor(nan)"),
+    ("lr", None, "None"),
+    ("lr", torch.ones(2), "tensor([1., 1.])"),
+    ("lr_multiplier", -0.5, "-0.5"),
+    ("lr_multiplier", "0.1", "'0.1'"),
+    ("weight_decay", float("inf"), "inf"),
+    ("betas", (0.9, 1.0), "(0.9, 1.0)"),
+    ("betas", 0.9, "0.9"),
+    ("eps", -1.0, "-1.0"),
+    ("momentum", 1.0, "1.0"),
+    ("momentum", None, "None"),
+    ("nesterov", 10.5, "10.5"),
+]
+"""A field of a parameter group, what no training can mean, and how the error shows it."""
 
 # ---------------------------------------------------------------- no matrices
 
@@ -68,8 +83,8 @@ def test_with_leave_adamw_trains_all(name: str) -> None:
         if step == 5:
             resumed = make_optimizer(name, param_groups(again), allow_no_matrices=True)
             resumed.load_state_dict(optimizer.state_dict())
-    assert same(model, twin)
-    assert same(model, again)
+    assert runs.same(model, twin)
+    assert runs.same(model, again)
 
 
 # ---------------------------------------------------------------- keys
@@ -85,11 +100,10 @@ def test_an_unknown_key_is_refused() -> None:
         expected = message if name != "NorMuon" else message.replace("betas", "beta2, betas")
         with pytest.raises(ValueError, match=expected):
             make_optimizer(name, [groups[0], {**groups[1], "momentm": 0.5}])
-    model = models.plain_model(SHAPES)
-    optimizer = muon(model)
-    train(model, optimizer)
+    model, optimizer = runs.make(kind=Muon)
+    runs.train(model, optimizer)
     optimizer.param_groups[1]["momentm"] = 0.5  # a note of a wrapper
-    train(model, optimizer)
+    runs.train(model, optimizer)
     off = {"foreach": None, "fused": None, "capturable": False, "maximize": False}
     groups = param_groups(model)
     Muon([groups[0], groups[1] | off])
@@ -97,27 +111,36 @@ def test_an_unknown_key_is_refused() -> None:
         Muon([groups[0], groups[1] | {"maximize": True}])
 
 
-@pytest.mark.parametrize(("field", "value", "told"), BAD_RATES)
+@pytest.mark.parametrize(("field", "value", "shown"), BAD_RATES)
 @pytest.mark.parametrize("steps", [0, 2])
 def test_a_rate_that_means_nothing_is_refused_before_anything_changes(
-    steps: int, field: str, value: Any, told: str
+    steps: int, field: str, value: Any, shown: str
 ) -> None:
-    model = models.plain_model(SHAPES)
-    optimizer = muon(model)
-    for _ in range(steps):
-        train(model, optimizer)
-    group = optimizer.param_groups[1]
-    good = dict(group)
-    group[field] = value
-    before = everything(model, optimizer)
-    with pytest.raises(
-        ValueError, match=rf"^groups\[1\]\.{field}: found {re.escape(told)}, expected"
+    model, optimizer = runs.make(kind=Muon)
+    runs.train(model, optimizer, 1, steps)
+    state = copy.deepcopy(optimizer.state_dict())
+    state["param_groups"][1][field] = value
+    first, group = param_groups(model)
+    good = dict(optimizer.param_groups[1])
+    before = runs.everything(model, optimizer)
+
+    message = rf"groups\[1\]\.{field}: found {re.escape(shown)}, expected "
+
+    def step() -> None:
+        optimizer.param_groups[1][field] = value
+        runs.train(model, optimizer)
+
+    for use in (
+        lambda: Muon([first, {**group, field: value}]),
+        lambda: optimizer.load_state_dict(state),
+        step,
     ):
-        train(model, optimizer)
-    assert all(map(torch.equal, everything(model, optimizer), before))
-    del group[field]
-    group.update(good)
-    train(model, optimizer)
+        with pytest.raises(ValueError, match=message):
+            use()
+        assert all(map(torch.equal, runs.everything(model, optimizer), before))
+    del optimizer.param_groups[1][field]
+    optimizer.param_groups[1].update(good)
+    runs.train(model, optimizer)
 
 
 def test_a_rate_on_a_device_is_not_read() -> None:
@@ -129,15 +152,15 @@ def test_a_rate_on_a_device_is_not_read() -> None:
         check_groups([{**groups[0], "lr": torch.ones(2, device="meta")}], is_complete=False)
 
 
-@pytest.mark.parametrize("make", [Muon, AdaMuon, NorMuon, AMO])
+@pytest.mark.parametrize("kind", [Muon, AdaMuon, NorMuon, AMO])
 @pytest.mark.parametrize("changes", [{"momentum": 0.5}, {"nesterov": False}])
-def test_momentum_of_a_group_is_that_of_the_settings(make: Any, changes: dict[str, Any]) -> None:
-    kind = AMOConfig if make is AMO else MuonConfig
-    model, twin = models.plain_model(SHAPES), models.plain_model(SHAPES)
-    groups = [{**group, **changes} for group in param_groups(model)]
-    train(model, make(groups))
-    train(twin, make(param_groups(twin), config=kind(**changes)))
-    assert same(model, twin)
+def test_momentum_of_a_group_is_that_of_the_settings(
+    kind: type[Muon], changes: dict[str, Any]
+) -> None:
+    (model, optimizer), twin = runs.make(kind=kind), runs.make(kind=kind, **changes)
+    for group in optimizer.param_groups:
+        group.update(changes)
+    assert runs.equal(runs.train(model, optimizer), runs.train(*twin))
 
 
 @pytest.mark.parametrize(
@@ -148,8 +171,7 @@ def test_momentum_of_a_group_is_that_of_the_settings(make: Any, changes: dict[st
     ],
 )
 def test_schedulers_that_cycle_momentum_move_that_of_matrices(schedule: Any) -> None:
-    model, twin = models.plain_model(SHAPES), models.plain_model(SHAPES)
-    optimizer, other = muon(model), muon(twin)
+    (model, optimizer), (twin, other) = runs.make(kind=Muon), runs.make(kind=Muon)
     scheduler, seen = schedule(optimizer), []
     buffer = torch.zeros(12, 8)
     for step in range(1, 12):
@@ -158,15 +180,15 @@ def test_schedulers_that_cycle_momentum_move_that_of_matrices(schedule: Any) -> 
         for group, own in zip(other.param_groups, optimizer.param_groups, strict=True):
             group["lr"], group["momentum"] = own["lr"], own["momentum"]
         assert second["betas"] == (0.9, 0.95)
-        train(model, optimizer, step, step)
-        train(twin, other, step, step)
+        runs.train(model, optimizer, step, step)
+        runs.train(twin, other, step, step)
         scheduler.step()
         # One product and one sum, rounded as the optimizer's.
         buffer = buffer.mul(seen[-1]).add(models.gradient(1, step, WQ, (12, 8)))
         found = optimizer.state[model.get_parameter(WQ)]["momentum_buffer"]
         assert torch.equal(found, buffer)
     assert len(set(seen)) > 4
-    assert same(model, twin)
+    assert runs.same(model, twin)
 
 
 def test_a_gradient_is_bounded_by_the_greatest_momentum_of_any_group() -> None:
@@ -177,7 +199,7 @@ def test_a_gradient_is_bounded_by_the_greatest_momentum_of_any_group() -> None:
         (group,) = param_groups(model)
         split = [{**group, "params": [pair]} for pair in group["params"]]
         optimizer = Muon(split, lr=1e-2, config=MuonConfig(nonfinite="skip_step"))
-        train(model, optimizer, 1, 1)
+        runs.train(model, optimizer, 1, 1)
         optimizer.param_groups[0]["momentum"] = momentum
         model.get_parameter(WQ).grad = torch.full((12, 8), 6e36)
         optimizer.step()
@@ -200,11 +222,10 @@ def test_a_gradient_is_bounded_by_the_greatest_momentum_of_any_group() -> None:
     ],
 )
 def test_what_moves_in_a_group_moves_the_step(key: str, value: Any) -> None:
-    model = models.plain_model(SHAPES)
-    optimizer = muon(model)
-    train(model, optimizer)
+    model, optimizer = runs.make(kind=Muon)
+    runs.train(model, optimizer)
     still, unmoved = copy.deepcopy((model, optimizer))
-    train(still, unmoved, 4, 4)
+    runs.train(still, unmoved, 4, 4)
     twin, other = models.plain_model(SHAPES), None
     # From the start in the other's groups, and the state of the first: a road of its own.
     groups = [{**group, key: value} for group in param_groups(twin)]
@@ -216,9 +237,9 @@ def test_what_moves_in_a_group_moves_the_step(key: str, value: Any) -> None:
     other.load_state_dict(state)
     for group in optimizer.param_groups:
         group[key] = value
-    train(model, optimizer, 4, 4)
-    train(twin, other, 4, 4)
-    assert same(model, twin)
+    runs.train(model, optimizer, 4, 4)
+    runs.train(twin, other, 4, 4)
+    assert runs.same(model, twin)
     moves_matrices = key not in ("betas", "eps")
     moves_rest = key not in ("momentum", "nesterov")
     assert torch.equal(model.get_parameter(WQ), still.get_parameter(WQ)) == (not moves_matrices)
@@ -230,10 +251,11 @@ def test_notes_of_schedulers_and_users_are_no_unknown_keys(
 ) -> None:
     model = models.plain_model(SHAPES)
     first, second = param_groups(model)
-    optimizer = AMO([{**first, "name": "matrices"}, {**second, "name": "rest"}], config=SHORT)
+    groups = [{**first, "name": "matrices"}, {**second, "name": "rest"}]
+    optimizer = AMO(groups, config=AMOConfig(**runs.PHASES))
     optimizer.param_groups[0]["param_names"] = [WQ, W1]
     torch.optim.swa_utils.SWALR(optimizer, swa_lr=1e-3)
     with caplog.at_level(logging.WARNING):
-        train(model, optimizer, 1, 8)
+        runs.train(model, optimizer, 1, 8)
     assert optimizer.phase == "locked"
     assert not caplog.records

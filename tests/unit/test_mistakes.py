@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch import nn
 
-from amo_dist import AMO, AMOConfig, Fused, Muon, MuonConfig, param_groups
+from amo_dist import AMO, ROOT, AMOConfig, Fused, Muon, MuonConfig, param_groups
 from amo_dist.engine import step as one_step
 from amo_dist.engine.ballot import Ballots
 from tests import runs
 from tests.distributed import models
 from tests.memory import peak_bytes
+from tests.unit.test_operators import pasted
 
 WQ = runs.WQ
 
@@ -30,54 +31,64 @@ def ones(*shape: int, **options: Any) -> nn.Parameter:
     return nn.Parameter(torch.ones(*shape, **options), requires_grad=False)
 
 
-def adamw(*params: Any) -> list[dict[str, Any]]:
-    return [{"params": list(params), "algorithm": "adamw"}]
+def adamw(param: Any) -> list[dict[str, Any]]:
+    return [{"params": [("a", param)], "algorithm": "adamw"}]
 
 
-SHARED = ones(3)
+def lone(**changes: Any) -> dict[str, Any]:
+    """The one group of a matrix."""
+    (group,) = param_groups(models.plain_model({WQ: (12, 8)}))
+    return {**group, **changes}
+
+
+PARAM = nn.Parameter(torch.ones(12, 8))
 CONFIG: Any = {"observe_until": 8}
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "field"),
+    ("call", "field"),
     [
-        (lambda: AMO(groups(), config=MuonConfig()), ValueError, "config: .*config=AMOConfig"),
-        (lambda: Muon(groups(), config=CONFIG), ValueError, "config: found a dict, .*MuonConfig"),
+        (lambda: AMO(groups(), config=MuonConfig()), "config: .*config=AMOConfig"),
+        (lambda: Muon(groups(), config=CONFIG), "config: found a dict, .*MuonConfig"),
         (
             lambda: AMO(groups(), momentum=0.9, ns_steps=6),
-            TypeError,
             r"config=AMOConfig\(momentum=0\.9, base_steps=6\)",
         ),
-        (lambda: Muon(groups(), ns_steps=5), TypeError, "ns_steps.*schedule"),
-        (lambda: Muon(nn.Linear(2, 2).parameters()), ValueError, "params: .*param_groups"),
-        (lambda: Muon([ones(3)]), ValueError, "params: .*param_groups"),
-        (lambda: Muon(adamw(("a", ones(3, 3, dtype=torch.int32)))), ValueError, "a: found"),
-        (lambda: Muon(adamw(("a", torch.ones(3, 3).to_sparse()))), ValueError, "a: found"),
-        (lambda: Muon(adamw(("a", ones(3, device="meta")))), ValueError, "a: found a meta"),
-        (lambda: Muon(adamw(("a", [1.0]))), ValueError, "a: found list"),
+        (lambda: Muon(groups(), ns_steps=5), "ns_steps.*schedule"),
+        (lambda: AMO(groups(), schedule="kj"), "schedule"),
+        (lambda: ROOT(groups(), schedule="kj"), "schedule"),
+        (lambda: Muon([]), "params: .*param_groups"),
+        (lambda: Muon(nn.Linear(2, 2).parameters()), "params: .*param_groups"),
+        (lambda: Muon([PARAM]), "params: .*param_groups"),
+        (lambda: Muon([{"params": [PARAM]}]), "params: found dict without 'algorithm'"),
+        (lambda: Muon([lone(algorithm="sgd")]), "algorithm: found 'sgd'"),
+        (lambda: Muon([lone(params=[PARAM])]), "params: .*pairs"),
+        (lambda: Muon([lone(params=[])]), "params: .*pairs"),
+        (lambda: Muon([lone(matrix_views={})]), f"{WQ}: found no matrix view"),
+        (lambda: Muon([lone(), lone()]), f"params: found {WQ} more than once"),
+        (lambda: Muon([{**adamw(PARAM)[0], "params": [("a", PARAM), ("b", PARAM)]}]), "a and as b"),
+        (lambda: Muon([lone(params=[(WQ, PARAM * 1)])]), "non-leaf"),
+        (lambda: Muon(adamw(ones(3, 3, dtype=torch.int32))), "a: found"),
+        (lambda: Muon(adamw(torch.ones(3, 3).to_sparse())), "a: found"),
+        (lambda: Muon(adamw(ones(3, device="meta"))), "a: found a meta"),
+        (lambda: Muon(adamw([1.0])), "a: found list"),
         (
-            lambda: Muon(adamw(("a", nn.Parameter(ones(8).to(torch.float8_e4m3fn), False)))),
-            ValueError,
+            lambda: Muon(adamw(ones(8).to(torch.float8_e4m3fn))),
             "a: found dtype torch.float8_e4m3fn",
         ),
-        (lambda: Muon(adamw(("a", SHARED), ("b", SHARED))), ValueError, "params: .*a and as b"),
         (
             lambda: Muon(param_groups(models.plain_model(runs.SHAPES).half())),
-            ValueError,
             "eps: found 1e-08, .* float16, the dtype of tok",
         ),
     ],
 )
-def test_a_mistake_at_construction_is_named(
-    call: Callable[[], object], error: type[Exception], field: str
-) -> None:
-    with pytest.raises(error, match=field):
+def test_a_mistake_at_construction_is_named(call: Callable[[], object], field: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=field):
         call()
 
 
-def cast(model: nn.Module, optimizer: Muon) -> None:
-    model.get_parameter(WQ).data = model.get_parameter(WQ).data.double()
-    model.get_parameter(WQ).grad = None
+def make_sparse(model: nn.Module, optimizer: Muon) -> None:
+    model.get_parameter(WQ).grad = torch.ones(12, 8).to_sparse()
 
 
 def move(model: nn.Module, optimizer: Muon) -> None:
@@ -106,7 +117,7 @@ def replace(field: str) -> Callable[[nn.Module, Muon], None]:
         (lambda _, optimizer: optimizer.param_groups[0].pop("lr"), r"^groups\[0\].lr: found none"),
         (set_rate(10**400), r"^groups\[0\].lr: found 1000\d+, "),
         (lambda _, optimizer: optimizer.load_state_dict(None), "^state_dict: found None"),
-        (cast, f"^{WQ}: found torch.float64 on cpu, expected torch.float32"),
+        (make_sparse, f"^{WQ}: found a sparse gradient"),
         (move, f"^{WQ}: found torch.float32 on meta, expected .* on cpu"),
         (replace("state"), "another param_groups or state, after the first step"),
         (replace("param_groups"), "another param_groups or state, after the first step"),
@@ -169,8 +180,6 @@ def test_adamw_widens_one_parameter_at_a_time() -> None:
 def test_observations_fit_the_horizon(until: int, interval: int) -> None:
     config = AMOConfig(observe_until=until)
     assert config.interval == config.to_dict()["observe_every"] == interval
-    with pytest.raises(ValueError, match=rf"observe_every: found 7, .* {until}"):
-        AMOConfig(observe_until=until, observe_every=7)
 
 
 # ---------------------------------------------------------------- patterns to paste
@@ -180,23 +189,19 @@ def patterns_of(call: Callable[[], object]) -> dict[str, Any]:
     """The patterns that an error has to paste."""
     with pytest.raises(ValueError, match=r"found .* matri") as error:
         call()
-    text = str(error.value)
-    text = text[text.index("from amo_dist") :]
-    variables: dict[str, Any] = {}
-    exec(text[: text.index("\n}") + 2], variables)
-    patterns: dict[str, Any] = variables["patterns"]
+    patterns: dict[str, Any] = pasted(str(error.value))
     return patterns
 
 
 def test_fused_queries_keys_and_values_are_suggested_as_such() -> None:
     shapes = {"blocks.0.qkv.weight": (96, 32), "blocks.0.to_qkv.weight": (48, 32)}
     model = models.plain_model(shapes | {"blocks.0.proj.weight": (32, 32)})
-    pasted = patterns_of(lambda: param_groups(model))
+    found = patterns_of(lambda: param_groups(model))
     third, grouped = (
         Fused((("attn_q", 32), ("attn_k", size), ("attn_v", size))) for size in (32, 8)
     )
-    assert [*pasted.values()] == [third, grouped, "blocks_proj"]
-    types = Muon(param_groups(model, patterns=pasted)).operator_types
+    assert [*found.values()] == [third, grouped, "blocks_proj"]
+    types = Muon(param_groups(model, patterns=found)).operator_types
     assert types[:3] == ("attn_q", "attn_k", "attn_v")
 
 
@@ -215,5 +220,5 @@ def test_fused_queries_keys_and_values_are_suggested_as_such() -> None:
     ids=["mlp", "convolutions", "lstm"],
 )
 def test_a_model_without_blocks_gets_patterns_to_paste(model: nn.Module, types: set[str]) -> None:
-    pasted = patterns_of(lambda: Muon(param_groups(model)))
-    assert set(Muon(param_groups(model, patterns=pasted)).operator_types) == types
+    found = patterns_of(lambda: Muon(param_groups(model)))
+    assert set(Muon(param_groups(model, patterns=found)).operator_types) == types

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -11,45 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from amo_dist import (
-    AMO,
-    AMOConfig,
     Muon,
-    MuonConfig,
     NonFiniteGradientError,
     NonFiniteUpdateError,
     Schedule,
     param_groups,
 )
 from amo_dist.kernels.newton_schulz import orthogonalize
+from tests import runs
 from tests.distributed import models
+from tests.runs import NORM, SHAPES, W1, WQ
 from tests.simulated_device import simulated_device
-from tests.unit.in_use import SHAPES, WQ, weights
-
-SHORT = {"observe_until": 4, "observe_every": 2, "sample_size": 2, "transition_steps": 3}
-
-
-def amo(model: nn.Module, **fields: Any) -> AMO:
-    return AMO(param_groups(model), lr=1e-2, config=AMOConfig(**{**SHORT, **fields}))
-
-
-def muon(model: nn.Module, **fields: Any) -> Muon:
-    return Muon(param_groups(model), lr=1e-2, config=MuonConfig(**fields))
-
-
-def tensors(optimizer: Muon) -> list[Tensor]:
-    return [value.clone() for state in optimizer.state.values() for value in state.values()]
-
-
-def equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
-    return all(torch.equal(left[name], right[name]) for name in left | right)
-
-
-def train(model: nn.Module, optimizer: Muon, steps: int = 3) -> dict[str, Tensor]:
-    for step in range(1, steps + 1):
-        models.set_gradients(model, 1, step)
-        optimizer.step()
-    return weights(model)
-
 
 # ---------------------------------------------------------------- bad numbers
 
@@ -58,10 +29,9 @@ def train(model: nn.Module, optimizer: Muon, steps: int = 3) -> dict[str, Tensor
 @pytest.mark.parametrize("name", list(SHAPES))
 def test_an_unusable_gradient_changes_nothing(name: str, value: float) -> None:
     for rule in ("error", "skip_step"):
-        model = models.plain_model(SHAPES)
-        optimizer = amo(model, nonfinite=rule)
-        train(model, optimizer)
-        before, state = weights(model), tensors(optimizer)
+        model, optimizer = runs.make(nonfinite=rule)
+        runs.train(model, optimizer)
+        before = runs.everything(model, optimizer)
         models.set_gradients(model, 1, 4)
         grad = model.get_parameter(name).grad
         assert grad is not None
@@ -74,14 +44,12 @@ def test_an_unusable_gradient_changes_nothing(name: str, value: float) -> None:
             optimizer.step()
             assert optimizer.num_steps_taken == 4
             assert optimizer.metrics()["optimizer/steps_skipped"] == 1
-        assert equal(weights(model), before)
-        assert all(map(torch.equal, tensors(optimizer), state))
+        assert all(map(torch.equal, runs.everything(model, optimizer), before))
 
 
 def test_a_large_entry_is_refused_only_where_state_would_overflow() -> None:
     # 1e30 squared is infinite in fp32: AdamW's second moment would never come back.
-    model = models.plain_model(SHAPES)
-    optimizer = amo(model)
+    model, optimizer = runs.make()
     models.set_gradients(model, 1, 1)
     model.get_parameter(WQ).grad.mul_(1e30)  # type: ignore[union-attr]
     optimizer.step()
@@ -97,20 +65,18 @@ def test_a_large_entry_is_refused_only_where_state_would_overflow() -> None:
 def test_the_scale_of_matrix_gradients_does_not_matter(scale: float) -> None:
     results = []
     for factor in (1.0, scale):
-        model = models.plain_model({WQ: (12, 8)})
-        optimizer = muon(model, ns_dtype="float32")
+        model, optimizer = runs.make(kind=Muon, shapes={WQ: (12, 8)})
         for step in range(1, 40):
             # Unit entries: a sum of 20 of them at 2^122 stays below the largest float.
             grad = models.gradient(1, step, WQ, (12, 8)).sign()
             model.get_parameter(WQ).grad = grad * factor
             optimizer.step()
-        results.append(weights(model))
-    assert equal(*results)
+        results.append(runs.weights(model))
+    assert runs.equal(*results)
 
 
 def test_a_skipped_observation_is_invalid_and_planning_goes_on() -> None:
-    model = models.plain_model(SHAPES)
-    optimizer = amo(model, nonfinite="skip_step")
+    model, optimizer = runs.make(nonfinite="skip_step")
     for step in range(1, 9):
         models.set_gradients(model, 1, step)
         if step == 2:
@@ -120,42 +86,41 @@ def test_a_skipped_observation_is_invalid_and_planning_goes_on() -> None:
     assert first["ell"] == {"attn_q": None, "mlp_gate": None}
     assert None not in second["ell"].values()
     assert optimizer.phase == "locked"
-    assert optimizer.metrics()["amo/invalid_observations"] == 2
+    assert optimizer.metrics()["amo/invalid_observations"] == 3
 
 
 def test_observations_that_are_all_skipped_fall_back_to_the_base() -> None:
-    model = models.plain_model(SHAPES)
-    optimizer = amo(model, nonfinite="skip_step")
+    model, optimizer = runs.make(nonfinite="skip_step")
     for _ in range(4):
         for param in model.parameters():
             param.grad = torch.full_like(param, torch.nan)
         optimizer.step()
     assert optimizer.metrics()["amo/ell_target/attn_q"] == 1e-3
-    train(model, optimizer)
+    runs.train(model, optimizer)
+
+
+def diverging() -> tuple[nn.Module, Muon]:
+    """A model with gradients, and an optimizer whose next updates of attn_q are NaN."""
+    model = models.plain_model({WQ: (12, 8), W1: (13, 8)})
+    schedules = {"attn_q": (1e30, 0.0, 0.0), "mlp_gate": (1.5, -0.5, 0.0)}
+    schedule = {kind: Schedule((triple,) * 2) for kind, triple in schedules.items()}
+    models.set_gradients(model, 1, 1)
+    return model, Muon(param_groups(model), lr=1e-2, schedule=schedule)
 
 
 def test_an_update_that_diverges_is_left_out_and_named_at_the_next_step() -> None:
-    model = models.plain_model(SHAPES)
-    schedule = Schedule(((1e30, 0.0, 0.0),) * 2)
-    fine = Schedule(((1.5, -0.5, 0.0),) * 2)
-    optimizer = Muon(param_groups(model), lr=1e-2, schedule={"attn_q": schedule, "mlp_gate": fine})
-    models.set_gradients(model, 1, 1)
-    before = weights(model)
+    model, optimizer = diverging()
+    before = runs.weights(model)
     optimizer.step()
     assert torch.equal(model.get_parameter(WQ), before[WQ] * (1 - 1e-2 * 0.1))
-    after, state = weights(model), tensors(optimizer)
+    after = runs.everything(model, optimizer)
     with pytest.raises(NonFiniteUpdateError, match=f"{WQ}: .*attn_q.*rank 0.*the first of 1"):
         optimizer.step()
-    assert equal(weights(model), after)
-    assert all(map(torch.equal, tensors(optimizer), state))
+    assert all(map(torch.equal, runs.everything(model, optimizer), after))
 
 
 def test_a_checkpoint_without_an_update_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    model = models.plain_model(SHAPES)
-    schedule = Schedule(((1e30, 0.0, 0.0),) * 2)
-    fine = Schedule(((1.5, -0.5, 0.0),) * 2)
-    optimizer = Muon(param_groups(model), lr=1e-2, schedule={"attn_q": schedule, "mlp_gate": fine})
-    models.set_gradients(model, 1, 1)
+    _, optimizer = diverging()
     optimizer.check_last_update()
     optimizer.state_dict()
     assert not caplog.records
@@ -171,14 +136,13 @@ def test_a_checkpoint_without_an_update_says_so(caplog: pytest.LogCaptureFixture
 
 
 def test_a_missing_gradient_skips_the_parameter() -> None:
-    model = models.plain_model(SHAPES)
-    optimizer = amo(model)
-    train(model, optimizer)
-    before = weights(model)
+    model, optimizer = runs.make()
+    runs.train(model, optimizer)
+    before = runs.weights(model)
     state = {key: value.clone() for key, value in optimizer.state[model.get_parameter(WQ)].items()}
     models.set_gradients(model, 1, 4, missing=frozenset({WQ, "tok_embeddings.weight"}))
     optimizer.step()
-    for name, value in weights(model).items():
+    for name, value in runs.weights(model).items():
         assert torch.equal(value, before[name]) == (name in (WQ, "tok_embeddings.weight")), name
     assert torch.equal(optimizer.state[model.get_parameter(WQ)]["momentum_buffer"], *state.values())
 
@@ -187,8 +151,7 @@ def test_a_missing_gradient_skips_the_parameter() -> None:
 
 
 def test_a_closure_is_called_once_with_gradients_enabled() -> None:
-    model = models.plain_model(SHAPES)
-    optimizer = muon(model)
+    model, optimizer = runs.make(kind=Muon)
     calls = []
 
     def closure() -> float:
@@ -200,37 +163,33 @@ def test_a_closure_is_called_once_with_gradients_enabled() -> None:
     with torch.no_grad():
         assert optimizer.step(closure) == 2.5
     assert calls == [1]
-    other = models.plain_model(SHAPES)
-    assert equal(weights(model), train(other, muon(other), 1))
+    assert runs.equal(runs.weights(model), runs.train(*runs.make(kind=Muon), 1, 1))
 
 
 def test_groups_may_be_split_with_rates_and_without_decay() -> None:
     model = models.plain_model(SHAPES)
     (matrices, rest) = param_groups(model)
-    q, gate = matrices["params"]
+    q, _, gate = matrices["params"]
     split = [
         {**matrices, "params": [q], "lr_multiplier": 0.5, "weight_decay": 0.0},
         {**matrices, "params": [gate]},
         {**rest, "weight_decay": 0.0, "lr_multiplier": 0.0},
     ]
     optimizer = Muon(split, lr=1e-2)
-    found = train(model, optimizer)
+    found = runs.train(model, optimizer)
     # In a run of its own, the first at half the rate and without decay, each has the same bits.
     for (name, _), options in ((q, {"lr": 5e-3, "weight_decay": 0.0}), (gate, {"lr": 1e-2})):
         twin = models.plain_model(SHAPES)
         lone = Muon(param_groups(twin)[:1], **options)
-        for step in range(1, 4):
-            models.set_gradients(twin, 1, step)
-            lone.step()
+        runs.train(twin, lone)
         assert torch.equal(found[name], twin.get_parameter(name)), name
-    for name in ("tok_embeddings.weight", "layers.0.attention_norm.weight"):
+    for name in ("tok_embeddings.weight", NORM):
         assert torch.equal(found[name], models.initial(name, SHAPES[name])), name
 
 
 def test_bf16_parameters_have_fp32_momentum() -> None:
-    model = models.plain_model(SHAPES).bfloat16()
-    optimizer = amo(model)
-    found = train(model, optimizer, 9)
+    model, optimizer = runs.make(dtype=torch.bfloat16)
+    found = runs.train(model, optimizer, 1, 9)
     state = optimizer.state[model.get_parameter(WQ)]
     assert state["momentum_buffer"].dtype == torch.float32
     assert found[WQ].dtype == torch.bfloat16
@@ -245,10 +204,7 @@ def test_matrices_of_one_shape_and_schedule_are_orthogonalized_together() -> Non
     shapes["layers.0.feed_forward.w2.weight"] = (12, 8)
     spy = mock.patch("amo_dist.engine.step.orthogonalize", side_effect=orthogonalize)
     with simulated_device(), spy as called:
-        model = models.plain_model(shapes).to("cuda")
-        optimizer = muon(model)
-        models.set_gradients(model, 1, 1)
-        optimizer.step()
+        runs.train(*runs.make(kind=Muon, shapes=shapes, device="cuda"), 1, 1)
     found = [tuple(call.args[0].shape) for call in called.call_args_list]
     assert sorted(found, key=len) == [(12, 8), (6, 8, 12)]
 
@@ -257,9 +213,8 @@ def test_matrices_of_one_shape_and_schedule_are_orthogonalized_together() -> Non
 
 
 def test_a_locked_step_writes_no_control_text_and_keeps_no_history() -> None:
-    model = models.plain_model(SHAPES)
-    optimizer = amo(model)
-    train(model, optimizer, 12)
+    model, optimizer = runs.make()
+    runs.train(model, optimizer, 1, 12)
     models.set_gradients(model, 1, 13)
     sizes = []
     with mock.patch("amo_dist.state.control.to_text") as spy:

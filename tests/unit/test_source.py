@@ -271,11 +271,6 @@ def test_an_unknown_setting_is_told_with_the_known_one(kind: type[MuonConfig]) -
     assert copy.deepcopy(kind()) == kind()
 
 
-def test_eight_observations_or_close_to_it() -> None:
-    counts = {n: n // AMOConfig(observe_until=n).interval for n in (1, 2, 3, 7, 1200, 1205)}
-    assert counts == {1: 1, 2: 2, 3: 3, 7: 7, 1200: 8, 1205: 5}
-
-
 # ---------------------------------------------------------------- whole runs, resumed anywhere
 
 STEPS = 24

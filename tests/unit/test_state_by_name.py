@@ -7,16 +7,15 @@ import torch
 from torch import Tensor, nn
 
 from amo_dist import Muon, param_groups
+from tests import runs
 from tests.distributed import models
-from tests.unit.in_use import train
 
 A, B = "layers.0.attention.wq.weight", "layers.1.attention.wq.weight"
 
 
 def trained(names: list[str]) -> tuple[nn.Module, Muon]:
-    model = models.plain_model(dict.fromkeys(names, (6, 4)))
-    optimizer = Muon(param_groups(model))
-    train(model, optimizer, 1, 1)
+    model, optimizer = runs.make(kind=Muon, shapes=dict.fromkeys(names, (6, 4)))
+    runs.train(model, optimizer, 1, 1)
     return model, optimizer
 
 

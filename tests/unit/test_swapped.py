@@ -14,18 +14,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from amo_dist import (
-    AMO,
-    MissingGradientError,
-    Muon,
-    param_groups,
-)
+from amo_dist import AMO, MissingGradientError, Muon
 from amo_dist.engine.ballot import MAX_IDLE_STEPS
+from tests import runs
 from tests.distributed import models
+from tests.runs import NORM, W1, WQ
 from tests.simulated_device import simulated_device
-from tests.unit.in_use import NORM, SHAPES, W1, WQ, muon, same, train, weights
 
-MATRICES = rf"{WQ}, {W1}"
+MATRICES = f"{WQ}, {W1}, layers.1.attention.wq.weight"
 
 
 # ---------------------------------------------------------------- swapped parameters
@@ -52,40 +48,37 @@ def twins(
 
 
 @pytest.mark.parametrize("swap", [swap_lists, swap_groups])
-@pytest.mark.parametrize("make", [Muon, AMO])
-def test_swapped_parameters_are_trained(make: Any, swap: Callable[..., None]) -> None:
-    old, expected = models.plain_model(SHAPES), models.plain_model(SHAPES)
-    optimizer, reference = make(param_groups(old)), make(param_groups(expected))
+@pytest.mark.parametrize("kind", [Muon, AMO])
+def test_swapped_parameters_are_trained(kind: type[Muon], swap: Callable[..., None]) -> None:
+    (old, optimizer), (expected, reference) = runs.make(kind=kind), runs.make(kind=kind)
     optimizer.load_state_dict(optimizer.state_dict())  # as Accelerate does before it swaps
     model, fresh = twins(old)
     swap(optimizer, fresh)
-    train(model, optimizer)
-    train(expected, reference)
-    assert same(model, expected)
-    assert not same(model, old)
+    runs.train(model, optimizer)
+    runs.train(expected, reference)
+    assert runs.same(model, expected)
+    assert not runs.same(model, old)
     assert set(optimizer.state) == set(model.parameters())
     assert all(param is model.get_parameter(n) for n, param in optimizer.params_by_name.items())
 
 
 def test_a_state_is_loaded_into_swapped_parameters() -> None:
-    source = models.plain_model(SHAPES)
-    trained = muon(source)
-    train(source, trained)
-    old = copy.deepcopy(source)
-    optimizer = muon(old)
+    source, trained = runs.make(kind=Muon)
+    runs.train(source, trained)
+    old, optimizer = runs.make(kind=Muon)
+    old.load_state_dict(source.state_dict())
     model, fresh = twins(old)
     swap_lists(optimizer, fresh)
     optimizer.load_state_dict(trained.state_dict())
     twin, other = copy.deepcopy((source, trained))
-    train(twin, other, 4, 5)
-    train(model, optimizer, 4, 5)
-    assert same(model, twin)
+    runs.train(twin, other, 4, 5)
+    runs.train(model, optimizer, 4, 5)
+    assert runs.same(model, twin)
 
 
 def test_other_parameters_cannot_take_the_place() -> None:
     def swapped(change: Callable[[Tensor], Any]) -> Muon:
-        model = models.plain_model(SHAPES)
-        optimizer = muon(model)
+        model, optimizer = runs.make(kind=Muon)
         _, fresh = twins(model)
         fresh[model.get_parameter(W1)] = change(model.get_parameter(W1))
         swap_lists(optimizer, fresh)
@@ -100,9 +93,9 @@ def test_other_parameters_cannot_take_the_place() -> None:
         for use in (optimizer.step, optimizer.state_dict):
             with pytest.raises(ValueError, match=message):
                 use()
-    optimizer = muon(models.plain_model(SHAPES))
+    _, optimizer = runs.make(kind=Muon)
     optimizer.param_groups[0]["params"].pop()
-    with pytest.raises(ValueError, match=r"param_groups\[0\]: found 1 parameters, expected 2, as"):
+    with pytest.raises(ValueError, match=r"param_groups\[0\]: found 2 parameters, expected 3, as"):
         optimizer.step()
     optimizer.param_groups.pop()
     with pytest.raises(ValueError, match="param_groups: found 1 groups, expected 2, as"):
@@ -110,22 +103,20 @@ def test_other_parameters_cannot_take_the_place() -> None:
 
 
 def test_a_swap_that_comes_too_late_is_refused() -> None:
-    source = models.plain_model(SHAPES)
-    trained = muon(source)
-    train(source, trained, 1, 1)
+    source, trained = runs.make(kind=Muon)
+    runs.train(source, trained, 1, 1)
     for is_loaded in (False, True):
-        old = models.plain_model(SHAPES)
-        optimizer = muon(old)
+        old, optimizer = runs.make(kind=Muon)
         if is_loaded:
             optimizer.load_state_dict(trained.state_dict())
         else:
-            train(old, optimizer, 1, 1)
+            runs.train(old, optimizer, 1, 1)
         model, fresh = twins(old)
         swap_lists(optimizer, fresh)
-        before = weights(model)
+        before = runs.weights(model)
         with pytest.raises(ValueError, match=f"^{WQ}: found another tensor in param_groups than"):
-            train(model, optimizer)
-        assert all(torch.equal(before[name], value) for name, value in weights(model).items())
+            runs.train(model, optimizer)
+        assert runs.equal(runs.weights(model), before)
 
 
 # ---------------------------------------------------------------- no gradients
@@ -134,9 +125,8 @@ def test_a_swap_that_comes_too_late_is_refused() -> None:
 @pytest.mark.parametrize("is_on_devices", [False, True])
 def test_parameters_replaced_after_the_first_step_are_refused(is_on_devices: bool) -> None:
     with simulated_device() if is_on_devices else contextlib.nullcontext():
-        model = models.plain_model(SHAPES, "cuda" if is_on_devices else "cpu")
-        optimizer = muon(model)
-        train(model, optimizer, 1, 1)
+        model, optimizer = runs.make(kind=Muon, device="cuda" if is_on_devices else "cpu")
+        runs.train(model, optimizer, 1, 1)
         optimizer.zero_grad()  # for good: the model has other parameters now
         for _ in range(MAX_IDLE_STEPS - 1 + is_on_devices):
             optimizer.step()
@@ -145,16 +135,15 @@ def test_parameters_replaced_after_the_first_step_are_refused(is_on_devices: boo
 
 
 def test_steps_before_the_first_gradient_change_nothing() -> None:
-    model, twin = models.plain_model(SHAPES), models.plain_model(SHAPES)
-    optimizer = muon(model)
-    before = weights(model)
+    (model, optimizer), (twin, other) = runs.make(kind=Muon), runs.make(kind=Muon)
+    before = runs.weights(model)
     optimizer.step()
     optimizer.step()
-    assert all(torch.equal(before[name], value) for name, value in weights(model).items())
+    assert runs.equal(runs.weights(model), before)
     assert (optimizer.num_steps_taken, optimizer.control_state_dict()["steps_skipped"]) == (0, 0)
-    train(model, optimizer, 1, 1)
-    train(twin, muon(twin), 1, 1)
-    assert same(model, twin)
+    runs.train(model, optimizer, 1, 1)
+    runs.train(twin, other, 1, 1)
+    assert runs.same(model, twin)
 
 
 @pytest.mark.parametrize("is_on_devices", [False, True])
@@ -162,8 +151,7 @@ def test_later_steps_without_gradients_warn_once_in_a_row(
     caplog: pytest.LogCaptureFixture, is_on_devices: bool
 ) -> None:
     with simulated_device() if is_on_devices else contextlib.nullcontext():
-        model = models.plain_model(SHAPES, "cuda" if is_on_devices else "cpu")
-        optimizer = muon(model)
+        model, optimizer = runs.make(kind=Muon, device="cuda" if is_on_devices else "cpu")
         for step, has in enumerate((True, False, False, True, False), start=1):
             models.set_gradients(model, 1, step)
             if not has:
@@ -182,8 +170,7 @@ def test_a_matrix_without_a_gradient_in_the_first_step_is_named(
 ) -> None:
     """On the simulated device, whose new memory is NaN: what it has in place is a zero update."""
     with simulated_device():
-        model = models.plain_model(SHAPES, "cuda")
-        optimizer = muon(model)
+        model, optimizer = runs.make(kind=Muon, device="cuda")
         for step in (1, 2):
             models.set_gradients(model, 1, step, missing=frozenset({W1, NORM}))
             optimizer.step()

@@ -13,9 +13,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.optim import lr_scheduler as schedules
 from torch.optim.swa_utils import SWALR
 
-from amo_dist import Muon, make_optimizer, param_groups
+from amo_dist import AMO, Muon, NorMuon, param_groups
+from tests import runs
 from tests.distributed import models
-from tests.unit.in_use import SHAPES, WQ, muon, same, train
 
 # ---------------------------------------------------------------- loads of other forms
 
@@ -45,37 +45,33 @@ def with_whole_steps(optimizer: Muon, state: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "change", [with_names, without("lr_multiplier", "eps"), without("lr"), with_whole_steps]
 )
-@pytest.mark.parametrize("name", ["AMO", "NorMuon"])
+@pytest.mark.parametrize("kind", [AMO, NorMuon])
 def test_a_state_of_another_form_goes_on_alike(
-    name: str, change: Callable[[Muon, dict[str, Any]], None]
+    kind: type[Muon], change: Callable[[Muon, dict[str, Any]], None]
 ) -> None:
-    model = models.plain_model(SHAPES)
-    optimizer = make_optimizer(name, param_groups(model), lr=1e-2)
-    assert isinstance(optimizer, Muon)
-    train(model, optimizer)
+    model, optimizer = runs.make(kind=kind)
+    runs.train(model, optimizer)
     state = copy.deepcopy(optimizer.state_dict())
     change(optimizer, state)
     found = []
     for names_before in (False, True):
-        twin = copy.deepcopy(model)
-        other = make_optimizer(name, param_groups(twin), lr=1e-2)
-        assert isinstance(other, Muon)
+        twin, other = runs.make(kind=kind)
+        twin.load_state_dict(model.state_dict())
         if names_before:
             for group in other.param_groups:
                 group["param_names"] = ["another"] * len(group["params"])
         other.load_state_dict(state)
-        train(twin, other, 4, 6)
+        runs.train(twin, other, 4, 6)
         other.load_state_dict(other.state_dict())
         found.append((twin, other))
-    train(model, optimizer, 4, 6)
+    runs.train(model, optimizer, 4, 6)
     for (twin, other), is_named in zip(found, (change is with_names, True), strict=True):
-        assert same(model, twin)
+        assert runs.same(model, twin)
         assert all(("param_names" in group) == is_named for group in other.param_groups)
 
 
 def test_a_flattened_state_is_refused_with_what_to_do() -> None:
-    model = models.plain_model(SHAPES)
-    optimizer = muon(model)
+    model, optimizer = runs.make(kind=Muon)
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     state = get_optimizer_state_dict(model, optimizer, options=options)
     message = (
@@ -94,14 +90,14 @@ def test_a_flattened_state_is_refused_with_what_to_do() -> None:
 def test_strides_of_parameters_change_no_bit() -> None:
     found = []
     for is_strided in (False, True):
-        model = models.plain_model(SHAPES)
+        model, optimizer = runs.make(kind=Muon)
         if is_strided:
             for param in model.parameters():
                 param.data = param.data.mT.contiguous().mT if param.dim() == 2 else param.data
-        train(model, muon(model), 1, 6)
+        runs.train(model, optimizer, 1, 6)
         found.append(model)
-    assert not found[1].get_parameter(WQ).is_contiguous()
-    assert same(*found)
+    assert not found[1].get_parameter(runs.WQ).is_contiguous()
+    assert runs.same(*found)
 
 
 # ---------------------------------------------------------------- schedulers
@@ -142,11 +138,11 @@ def test_schedulers_move_the_rate_and_resume(kind: str, as_tensor: bool) -> None
         rates = set()
         for step in range(first, last + 1):
             rates.add(float(optimizer.param_groups[0]["lr"]))
-            train(model, optimizer, step, step)
+            runs.train(model, optimizer, step, step)
             scheduler.step(*([1.0] if kind == "plateau" else []))
         return rates
 
-    model, optimizer, scheduler = build(models.plain_model(SHAPES))
+    model, optimizer, scheduler = build(models.plain_model(runs.SHAPES))
     rates = run(model, optimizer, scheduler, 1, 5)
     assert len(rates) > 1
     twin, other, again = build(copy.deepcopy(model))
@@ -154,6 +150,6 @@ def test_schedulers_move_the_rate_and_resume(kind: str, as_tensor: bool) -> None
     again.load_state_dict(copy.deepcopy(scheduler.state_dict()))
     run(model, optimizer, scheduler, 6, 9)
     run(twin, other, again, 6, 9)
-    assert same(model, twin)
+    assert runs.same(model, twin)
     assert isinstance(other.param_groups[0]["lr"], torch.Tensor) == as_tensor
     assert other.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]

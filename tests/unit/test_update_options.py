@@ -15,7 +15,6 @@ from amo_dist.kernels.elementwise import apply_update, master_weight, update_sca
 from tests import runs
 from tests.distributed import models
 from tests.simulated_device import simulated_device
-from tests.unit.checkpoint_runs import make as make_amo
 
 WQ, EMBEDDING = "layers.0.attention.wq.weight", "tok_embeddings.weight"
 W2 = "layers.0.feed_forward.w2.weight"
@@ -35,18 +34,14 @@ def make(**fields: Any) -> tuple[nn.Module, Muon]:
 
 
 def train(model: nn.Module, optimizer: Muon, first: int = 1, last: int = 6) -> dict[str, Tensor]:
-    """The parameters, after steps with the same bfloat16 gradients whatever their dtype."""
+    """`runs.weights`, after steps with the same bfloat16 gradients whatever their dtype."""
     for step in range(first, last + 1):
         models.set_gradients(model, 1, step)
         for param in model.parameters():
             assert param.grad is not None
             param.grad = param.grad.bfloat16().to(param.dtype)
         optimizer.step()
-    return {name: param.detach().clone() for name, param in model.named_parameters()}
-
-
-def equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
-    return all(torch.equal(found[name], value) for name, value in expected.items())
+    return runs.weights(model)
 
 
 # --- adjust_lr
@@ -172,14 +167,14 @@ def test_a_skipped_step_changes_nothing_and_waits_for_nothing() -> None:
         optimizer.step()
         assert not device.waits
         optimizer.check_last_update()
-        assert equal(dict(model.named_parameters()), before)
+        assert runs.equal(dict(model.named_parameters()), before)
         for state, value in zip(optimizer.state.values(), remainders, strict=True):
             assert torch.equal(state["rounded_off"], value)
 
 
 def test_parameters_of_other_dtypes_are_written_as_ever() -> None:
     model, optimizer = make(dtype=torch.float32, bfloat16_params="master")
-    assert equal(train(model, optimizer), train(*make(dtype=torch.float32)))
+    assert runs.equal(train(model, optimizer), train(*make(dtype=torch.float32)))
     assert not any("rounded_off" in state for state in optimizer.state.values())
     with pytest.raises(ValueError, match=r"bfloat16_params: found 'master' with .* of float16"):
         make(dtype=torch.float16, bfloat16_params="master")
@@ -190,14 +185,20 @@ def test_parameters_of_other_dtypes_are_written_as_ever() -> None:
 
 @pytest.mark.parametrize(("was", "becomes"), [("nearest", "master"), ("master", "nearest")])
 def test_how_bfloat16_is_written_may_change_where_settings_may(was: str, becomes: str) -> None:
-    model, optimizer = make_amo(torch.bfloat16, bfloat16_params=was)
+    model, optimizer = runs.make(dtype=torch.bfloat16, bfloat16_params=was)
     train(model, optimizer, 1, 5)
     state = copy.deepcopy(optimizer.state_dict())
     for rule in ("error", "keep_checkpoint"):
-        _, other = make_amo(torch.bfloat16, bfloat16_params=becomes, on_config_change=rule)
-        with pytest.raises(ValueError, match=f"bfloat16_params: the checkpoint has '{was}', this"):
+        _, other = runs.make(dtype=torch.bfloat16, bfloat16_params=becomes, on_config_change=rule)
+        message = f"bfloat16_params: the checkpoint has '{was}', this"
+        with pytest.raises(ValueError, match=message) as caught:
             other.load_state_dict(state)
-    resumed, other = make_amo(torch.bfloat16, bfloat16_params=becomes, on_config_change="replan")
+        # No advice leads nowhere.
+        assert "'keep_checkpoint'" not in str(caught.value)
+        assert "'replan'" in str(caught.value)
+    resumed, other = runs.make(
+        dtype=torch.bfloat16, bfloat16_params=becomes, on_config_change="replan"
+    )
     resumed.load_state_dict(model.state_dict())
     other.load_state_dict(state)
     train(resumed, other, 6, 8)
