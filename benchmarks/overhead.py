@@ -6,13 +6,11 @@ transition and lock in one process. Overhead of a transition step is the time of
 is given in percent of the median locked step. Observation is the time that a step of it (8 matrices
 of each type) takes beyond one without, in turns, shared out over an interval of 150 steps. A
 step here is the optimizer's alone: beside forward and backward every share is smaller.
-``--profile`` prints where a locked step goes.
 """
 
 from __future__ import annotations
 
 import argparse
-import cProfile
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -39,7 +37,6 @@ def main(args: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead", description=__doc__)
     parser.add_argument("--model", default="Qwen3-70M", choices=MODELS)
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
-    parser.add_argument("--profile", action="store_true")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(args)
     torch.set_num_threads(1)
@@ -63,10 +60,6 @@ def measure(options: argparse.Namespace) -> list[dict[str, object]]:
     for _ in range(3):
         optimizer.step()
     step = statistics.median(_timed(optimizer.step, now) for _ in range(ROUNDS))
-    if options.profile:
-        with cProfile.Profile() as profiler:
-            optimizer.step()
-        profiler.print_stats("tottime")
     transition = statistics.median(by_step)
     share = plan_seconds / TRANSITION_STEPS
     observation = _observation(model, options)

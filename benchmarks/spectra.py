@@ -22,17 +22,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from amo_dist.config import AMOConfig
 from amo_dist.engine.observe import coefficient_table
 from amo_dist.kernels.newton_schulz import orthogonalize
 from amo_dist.kernels.spectrum import distances
 from amo_dist.kernels.spectrum import spectrum as measured_spectrum
-from amo_dist.schedule.polar_express import compose, schedule_for
+from amo_dist.schedule.polar_express import compose
+from amo_dist.schedule.source import Amo
 from benchmarks.measure import paired, report
 from benchmarks.shapes import MODELS
 
 MODEL, SAMPLE_SIZE = MODELS["Qwen3-1.7B"], 8
 NORM_SCALE = 1.01
-STEPS = range(3, 8)
 ERROR_SHAPES = ((64, 64), (256, 256), (256, 768), (512, 512))
 KAPPAS = (1e3, 1e5, 1e6, 1e7, 1e9)
 ROUNDING = 1e-14
@@ -71,10 +72,8 @@ def main(args: Sequence[str] | None = None) -> int:
 
 @functools.cache
 def trials() -> Tensor:
-    """Schedules of 3 to 7 steps for ten bounds a decade: ``(205, 7, 3)``."""
-    return coefficient_table(
-        [schedule_for(10 ** (tenths / 10), k) for tenths in range(-50, -9) for k in STEPS]
-    )
+    """The candidates of an observation, 3 to 7 steps for ten bounds a decade: ``(205, 7, 3)``."""
+    return coefficient_table(Amo(AMOConfig()).candidates())
 
 
 def with_spectrum(sigma: Tensor, n: int, dtype: torch.dtype = torch.float64) -> Tensor:

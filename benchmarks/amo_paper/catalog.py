@@ -115,7 +115,7 @@ class Experiment:
     rows: Sequence[Row]
     """In the order of the paper's table."""
     kind: str = "scores"
-    """``scores``, ``cost`` or ``geometry``: what is gathered."""
+    """``scores``, ``cost`` or ``geometry``: the kind of its table; `figures` draws geometry."""
 
     def runs(self) -> list[Run]:
         """The distinct runs, in the order of their first rows."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -29,11 +30,11 @@ class Comparison:
     """Models that both were evaluated on; the degrees of freedom are one fewer."""
     improvement: float
     """Mean over the models of the difference of averages, in percentage points."""
-    t: float | None
-    """The t statistic; ``None`` with fewer than two models, or where all differences are equal."""
-    p: float | None
-    """One-sided p-value, uncorrected; ``None`` where there is no ``t``."""
-    p_holm: float | None
+    t: float
+    """The t statistic; NaN with fewer than two models, or where all differences are equal."""
+    p: float
+    """One-sided p-value, uncorrected; NaN where there is no ``t``."""
+    p_holm: float
     """The p-value after Holm's correction over all comparisons."""
 
 
@@ -66,14 +67,14 @@ def compare(
     if candidate in names:
         raise ValueError(f"--baseline: found {candidate!r}, the candidate itself")
     plain = [_compare_one(name, averages[candidate], averages[name]) for name in names]
-    corrected = holm([one.p for one in plain])
-    return [
-        dataclasses.replace(one, p_holm=p_holm)
-        for one, p_holm in zip(plain, corrected, strict=True)
-    ]
+    corrected = holm([p for *_, p in plain])
+    return [Comparison(*one, p_holm) for one, p_holm in zip(plain, corrected, strict=True)]
 
 
-def _compare_one(name: str, candidate: dict[str, float], baseline: dict[str, float]) -> Comparison:
+def _compare_one(
+    name: str, candidate: dict[str, float], baseline: dict[str, float]
+) -> tuple[str, int, float, float, float]:
+    """The fields of a `Comparison` but for the last."""
     models = [model for model in candidate if model in baseline]
     if not models:
         raise ValueError(f"{name}: found no model in common with the candidate, expected some")
@@ -82,11 +83,9 @@ def _compare_one(name: str, candidate: dict[str, float], baseline: dict[str, flo
     improvement = statistics.fmean(differences)
     # Equal differences have no variance, and averages carry rounding errors of some 1e-14.
     if len(models) < 2 or max(differences) - min(differences) < 1e-9:
-        return Comparison(name, len(models), improvement, None, None, None)
+        return name, len(models), improvement, math.nan, math.nan
     test = _scipy_stats().ttest_rel(*zip(*pairs, strict=True), alternative="greater")
-    return Comparison(
-        name, len(models), improvement, float(test.statistic), float(test.pvalue), None
-    )
+    return name, len(models), improvement, float(test.statistic), float(test.pvalue)
 
 
 def _scipy_stats() -> Any:
@@ -100,19 +99,19 @@ def _scipy_stats() -> Any:
     return stats
 
 
-def holm(p_values: Sequence[float | None]) -> list[float | None]:
+def holm(p_values: Sequence[float]) -> list[float]:
     """Holm's step-down correction.
 
     Args:
-        p_values: In any order. ``None`` stays ``None`` and counts among the tests.
+        p_values: In any order. NaN stays NaN and counts among the tests.
 
     Returns:
         The corrected p-values in the same order, each at most 1.
 
     Source: S. Holm, "A simple sequentially rejective multiple test procedure" (1979).
     """
-    corrected: list[float | None] = [None] * len(p_values)
-    known = [(p, index) for index, p in enumerate(p_values) if p is not None]
+    corrected = [math.nan] * len(p_values)
+    known = [(p, index) for index, p in enumerate(p_values) if not math.isnan(p)]
     running = 0.0
     for rank, (p, index) in enumerate(sorted(known)):
         running = max(running, min(1.0, (len(p_values) - rank) * p))
@@ -122,19 +121,15 @@ def holm(p_values: Sequence[float | None]) -> list[float | None]:
 
 def comparison_table(candidate: str, comparisons: Sequence[Comparison]) -> str:
     """The comparisons as a Markdown table; ``*`` marks corrected p-values below 0.05."""
-
-    def text(value: float | None, form: str) -> str:
-        return "n/a" if value is None else format(value, form)
-
     rows = [
         [
             f"{candidate} vs {one.baseline}",
-            str(one.num_models),
+            one.num_models,
             f"{one.improvement:+.2f}",
-            text(one.t, "+.3f"),
-            text(one.p, ".4f"),
-            text(one.p_holm, ".4f"),
-            "*" if one.p_holm is not None and one.p_holm < SIGNIFICANT else "",
+            f"{one.t:+.3f}",
+            f"{one.p:.4f}",
+            f"{one.p_holm:.4f}",
+            "*" if one.p_holm < SIGNIFICANT else "",
         ]
         for one in comparisons
     ]

@@ -13,9 +13,9 @@ from amo_dist.schedule.plan import PLAN_FILE, Plan
 from benchmarks.amo_paper import runner
 from benchmarks.amo_paper.catalog import Experiment, Row
 from benchmarks.amo_paper.resolve import QUICKSTART, ROOT, Job, Place, resolve
-from benchmarks.amo_paper.results import SHORT, Result, read_results, sort_tasks
+from benchmarks.amo_paper.results import SHORT, read_results, sort_tasks
 from benchmarks.tables import markdown
-from torchtitan_ext.runs.run_files import GEOMETRY_FILE, read_metrics
+from torchtitan_ext.runs.run_files import read_metrics
 from torchtitan_ext.tools.report.data import Records
 
 NOTHING = "-"
@@ -30,8 +30,6 @@ class Found:
     """Block of the table."""
     label: str
     """First cell."""
-    run: str
-    """Folder of the run."""
     step: int
     """Step of the evaluated checkpoint."""
     step_reached: int
@@ -93,7 +91,6 @@ def _found(row: Row, block: str, job: Job) -> Found:
     return Found(
         block=block,
         label=row.label,
-        run=str(job.folder),
         step=step,
         step_reached=records[-1]["step"] if records else 0,
         loss=records[-1]["loss"] if reached else None,
@@ -175,8 +172,6 @@ def _seconds_by_phase(records: Records) -> dict[str, float | None]:
 
 def table(experiment: Experiment, found: Sequence[Found]) -> str:
     """The table of an experiment as Markdown, one for each block."""
-    if experiment.kind == "geometry":
-        return _geometry_table(found)
     if experiment.kind == "cost":
         rows = [[f.label, *(_text(f.cost[name], ".4g") for name in COSTS)] for f in found]
         return markdown(["optimizer", *COSTS], rows)
@@ -202,20 +197,14 @@ def _block(name: str, rows: Sequence[Found]) -> str:
     return f"{name}\n\n{markdown([*header, *averaged], cells)}"
 
 
-def _geometry_table(found: Sequence[Found]) -> str:
-    rows = []
-    for row in found:
-        log = ROOT / row.run / GEOMETRY_FILE
-        lines = log.read_bytes().count(b"\n") if log.exists() else None
-        rows.append([row.label, _text(lines, "d"), f"{row.run}/{GEOMETRY_FILE}"])
-    return markdown(["model", "records", "log"], rows)
-
-
 def _text(value: float | None, form: str) -> str:
     return NOTHING if value is None else format(value, form)
 
 
 def to_results(found: Sequence[Found]) -> list[dict[str, Any]]:
     """The evaluated rows as the content of a results file, for ``compare``."""
-    rows = [Result(f.block, f.label, dict(f.tasks)) for f in found if f.tasks]
-    return [{**dataclasses.asdict(row), "average": row.average} for row in rows]
+    return [
+        {"model": f.block, "optimizer": f.label, "tasks": dict(f.tasks), "average": f.average}
+        for f in found
+        if f.tasks
+    ]
