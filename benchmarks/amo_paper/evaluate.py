@@ -19,6 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from benchmarks.amo_paper.results import SHORT
 from benchmarks.tables import pad
 from torchtitan_ext.runs import files
 from torchtitan_ext.runs.run_files import checkpoint_step, find_checkpoint
@@ -29,8 +30,8 @@ _METRICS = ("acc", "exact_match")
 
 
 _OPTIONS: Mapping[str, tuple[Callable[[str], Any], Any, str]] = {
-    "tasks": (str, None, "the harness's names of tasks, separated by commas"),
-    "include_path": (str, None, "folder with tasks of your own"),
+    "tasks": (str, ",".join(SHORT), "names of tasks, separated by commas (default the paper's)"),
+    "include_path": (str, None, "folder with tasks of your own, instead of the harness's"),
     "limit": (int, None, "only so many questions of each task, to try out"),
     "batch_size": (str, "auto", "a number or 'auto' (default auto)"),
     "device": (str, None, "default: the accelerator, where there is one"),
@@ -61,7 +62,7 @@ def evaluate(checkpoint: Path, model: str, optimizer: str, **options: Any) -> di
     asked = SimpleNamespace(**{name: default for name, (_, default, _) in _OPTIONS.items()})
     vars(asked).update(options)
     harness = _harness()
-    names, batch_size = task_names(asked.tasks), _batch_size(asked.batch_size)
+    names, batch_size = asked.tasks.split(","), _batch_size(asked.batch_size)
     manager = _task_manager(harness, names, asked.include_path)
     device = asked.device or ("cuda" if torch.cuda.is_available() else "cpu")
     with _hf_model(checkpoint) as folder, _readable(names):
@@ -99,21 +100,6 @@ def evaluate(checkpoint: Path, model: str, optimizer: str, **options: Any) -> di
     }
 
 
-def task_names(text: str | None) -> list[str]:
-    """Names of tasks that are separated by commas.
-
-    Raises:
-        ValueError: There are none.
-    """
-    names = [name.strip() for name in (text or "").split(",") if name.strip()]
-    if not names:
-        raise ValueError(
-            f"--tasks: found {text!r}, expected names of the harness's tasks, such as "
-            "arc_easy,hellaswag"
-        )
-    return list(dict.fromkeys(names))
-
-
 def _harness() -> Any:
     try:
         import lm_eval
@@ -126,13 +112,9 @@ def _harness() -> Any:
 
 
 def _task_manager(harness: Any, names: Sequence[str], include_path: str | None) -> Any:
-    """The harness's index of tasks; without its own some thousand files where none is asked for."""
+    """The harness's index of tasks, or that of a folder alone."""
     make = harness.tasks.TaskManager
-    if include_path is not None:
-        own = make(include_path=include_path, include_defaults=False)
-        if set(names) <= set(own.all_tasks):
-            return own
-    manager = make(include_path=include_path)
+    manager = make(include_path=include_path, include_defaults=include_path is None)
     if unknown := sorted(set(names) - set(manager.all_tasks)):
         raise ValueError(f"--tasks: the harness does not know {', '.join(unknown)}")
     return manager

@@ -136,10 +136,8 @@ def sufficient_steps(ell: float, tolerance: float) -> int | None:
     Returns:
         ``None`` where even 8 steps do not suffice.
     """
-    for steps in range(1, MAX_STEPS + 1):
-        if 1.0 - simulate(ell, steps) <= tolerance:
-            return steps
-    return None
+    enough = (k for k in range(1, MAX_STEPS + 1) if 1.0 - simulate(ell, k) <= tolerance)
+    return next(enough, None)
 
 
 def make_table(pool: Pool, rule: str, tolerance: float) -> dict[str, Any]:

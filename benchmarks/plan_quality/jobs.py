@@ -1,4 +1,4 @@
-"""What is run, and in which order."""
+"""All runs, and running them."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ from torchtitan_ext.runs import files
 
 CONTENDERS = ("uniform-5", "uniform-3", "distance-0.6")
 """The bar, and what could win by its flops."""
-TRIAL = ("residual-alike-0.8", "distance-0.8", "uniform-4", "residual-0.8", "kj")
-"""Plans of other objectives, other budgets, and a named schedule."""
-VARIANTS = ("distance-0.6-from-1", "direction-0.8", "depth-0.6-from-1")
-AS_IS = ("uniform-5", "residual-alike-0.8", "uniform-3")
+ALL_SEEDS = (*CONTENDERS, "residual-alike-0.8", "distance-0.8", "uniform-4", "residual-0.8")
+"""These, and plans of other objectives and other budgets."""
+ONE_SEED = ("kj", "distance-0.6-from-1", "direction-0.8", "depth-0.6-from-1")
 NOISE = tuple(f"uniform-5~{order}" for order in range(1, 6))
 """The bar again, with the sums of each batch in another order after the switch."""
 RATES = (0.004, 0.008, 0.016, 0.032)
@@ -43,38 +42,21 @@ class Job:
 
 
 def all_jobs() -> list[Job]:
-    """Jobs in the order of what they tell: whatever is done at any time is a balanced table."""
-
-    def balanced(rows: Sequence[str], *which: int, norm: str = "exact") -> list[Job]:
-        return [
-            Job(Start(name, seed, norm), tuple(rows)) for seed in which for name in ARCHITECTURES
-        ]
-
-    def rates(name: str, norm: str) -> list[Job]:
-        return [Job(Start(name, RATE_SEED, norm, rate), CONTENDERS) for rate in RATES]
-
-    def switch(step: int, name: str) -> Job:
-        return Job(Start(name, 0, switch=step), ("uniform-3",))
-
-    first, *others = ARCHITECTURES
-    return [
-        *(Job(Start(first, 0, order=order), ("uniform-5",)) for order in range(1, 6)),
-        Job(Start(first, 0), ("uniform-5", *NOISE)),
-        *rates(first, "exact"),
-        *balanced((*CONTENDERS, *TRIAL, "distance-0.5"), 0),
-        *balanced((*CONTENDERS, "residual-alike-0.8", "distance-0.5"), 1),
-        *balanced(AS_IS[:1], 0, norm="as_is"),
-        *(switch(step, first) for step in (12, 50)),
-        *balanced((*CONTENDERS, TRIAL[0]), 2, 3, 4),
-        *balanced(TRIAL[:-1], 1, 2, 3, 4),
-        *balanced(AS_IS[:1], 1, 2, 3, 4, norm="as_is"),
-        Job(Start(first, 0, steps=2000, switch=800), CONTENDERS),
-        *(job for name in others for job in rates(name, "exact")),
-        *balanced(VARIANTS, 0),
-        *(switch(step, name) for name in others for step in (12, 50)),
-        *balanced(AS_IS, 0, norm="as_is"),
-        Job(Start(others[1], 0, steps=2000, switch=800), CONTENDERS),
-    ]
+    """All jobs of the study of plans."""
+    first, _, third = ARCHITECTURES
+    wanted = [Job(Start(first, 0, order=order), ("uniform-5",)) for order in range(1, 6)]
+    wanted.append(Job(Start(first, 0), ("uniform-5", *NOISE)))
+    for name in ARCHITECTURES:
+        wanted += [Job(Start(name, RATE_SEED, rate=rate), CONTENDERS) for rate in RATES]
+        wanted += [Job(Start(name, seed), ALL_SEEDS) for seed in range(5)]
+        wanted += [Job(Start(name, seed), ("distance-0.5",)) for seed in (0, 1)]
+        wanted.append(Job(Start(name, 0), ONE_SEED))
+        wanted += [Job(Start(name, seed, "as_is"), ("uniform-5",)) for seed in range(5)]
+        wanted.append(Job(Start(name, 0, "as_is"), ("residual-alike-0.8", "uniform-3")))
+        wanted += [Job(Start(name, 0, switch=step), ("uniform-3",)) for step in (12, 50)]
+    for name in (first, third):
+        wanted.append(Job(Start(name, 0, steps=2000, switch=800), CONTENDERS))
+    return wanted
 
 
 def dtype_jobs() -> list[Job]:
