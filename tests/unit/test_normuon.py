@@ -8,73 +8,59 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from amo_dist import Fused, MuonConfig, NorMuon, param_groups
 from amo_dist.optimizers.normuon import NorMuonRule
+from tests import runs
+from tests.distributed import models
 
 QKV = (("attn_q", 6), ("attn_k", 4), ("attn_v", 2))
 
 
-def build(weight: Tensor, target: Any, **options: Any) -> tuple[nn.Parameter, NorMuon]:
-    model = nn.Module()
-    model.weight = nn.Parameter(weight.clone())
-    groups = param_groups(model, patterns={"weight": target})
-    settings = {"lr": 1.0, "weight_decay": 0.0, "config": MuonConfig(ns_dtype="float32")}
-    return model.weight, NorMuon(groups, **{**settings, **options})
+GRADIENTS = [models.gradient(0, step, "", (12, 8)) for step in range(3)]
 
 
-def train(weight: Tensor, target: Any, steps: int = 3) -> tuple[Tensor, Tensor]:
+def train(weight: Tensor, target: Any, gradients: list[Tensor]) -> tuple[Tensor, Tensor]:
     """The final parameter and its second moments."""
-    param, optimizer = build(weight, target)
-    for step in range(steps):
-        generator = torch.Generator().manual_seed(step)
-        param.grad = torch.randn(weight.shape, generator=generator)
+    model = models.build({"weight": weight.clone()})
+    groups = param_groups(model, patterns={"weight": target})
+    optimizer = NorMuon(groups, 1.0, 0.0, config=MuonConfig(ns_dtype="float32"))
+    (param,) = model.parameters()
+    for gradient in gradients:
+        param.grad = gradient
         optimizer.step()
     return param.detach(), optimizer.state[param]["neuron_moment"]
 
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_fused_rows_train_as_matrices_of_their_own(groups: int) -> None:
-    generator = torch.Generator().manual_seed(9)
-    weight = torch.randn(12, 8, generator=generator)
-    fused, moments = train(weight, Fused(QKV, groups=groups))
+    weight = models.initial("", (12, 8))
+    fused, moments = train(weight, Fused(QKV, groups=groups), GRADIENTS)
     assert moments.shape == (12, 1)
     rows = [size // groups for _, size in QKV]
-    parts = list(torch.arange(12).view(groups, -1).split(rows, dim=1))
-    for part in parts:
+    for part in torch.arange(12).view(groups, -1).split(rows, dim=1):
         index = part.flatten()
-        model = nn.Module()
-        model.weight = nn.Parameter(weight[index])
-        alone = NorMuon(
-            param_groups(model, patterns={"weight": "attn_q"}),
-            lr=1.0,
-            weight_decay=0.0,
-            config=MuonConfig(ns_dtype="float32"),
-        )
-        for step in range(3):
-            generator = torch.Generator().manual_seed(step)
-            model.weight.grad = torch.randn(12, 8, generator=generator)[index]
-            alone.step()
-        assert torch.equal(fused[index], model.weight.detach())
-        assert torch.equal(moments[index], alone.state[model.weight]["neuron_moment"])
+        alone, own = train(weight[index], "attn_q", [grad[index] for grad in GRADIENTS])
+        assert torch.equal(fused[index], alone)
+        assert torch.equal(moments[index], own)
 
 
 def test_fused_columns_count_neurons_by_columns() -> None:
-    weight = torch.randn(8, 12, generator=torch.Generator().manual_seed(9))
-    _, moments = train(weight, Fused(QKV, dim=1))
+    transposed = [grad.T.contiguous() for grad in GRADIENTS]
+    _, moments = train(models.initial("", (8, 12)), Fused(QKV, dim=1), transposed)
     assert moments.shape == (1, 12)
     assert (moments > 0).all()
 
 
 def test_a_decay_that_goes_bad_later_stops_the_step() -> None:
-    param, optimizer = build(torch.zeros(4, 6), "attn_q")
-    param.grad = torch.ones_like(param)
+    model, optimizer = runs.make(kind=NorMuon)
+    before = runs.weights(model)
     for bad in (1.0, "0.9"):
         optimizer.param_groups[0]["beta2"] = bad
         with pytest.raises(ValueError, match=r"groups\[0\].beta2: found .*, expected a number"):
-            optimizer.step()
-    assert not param.any()
+            runs.train(model, optimizer)
+    assert runs.equal(runs.weights(model), before)
 
 
 def test_entries_beyond_those_of_orthogonal_matrices_do_not_overflow_the_sums() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -15,40 +16,28 @@ from amo_dist.kernels.newton_schulz import orthogonalize
 from amo_dist.kernels.spectrum import ns_residual
 from amo_dist.schedule.coefficients import named_schedule
 from amo_dist.schedule.types import MatrixInfo, Schedule
+from tests import runs
+from tests.distributed import models
 
 SHAPES = {
-    "attention.wq.weight": (6, 8),
-    "attention.wk.weight": (4, 8),
-    "attention.wo.weight": (8, 6),
+    "layers.0.attention.wq.weight": (6, 8),
+    "layers.0.attention.wk.weight": (4, 8),
+    "layers.0.attention.wo.weight": (8, 6),
 }
 DOUBLES = Schedule(((2.0, 0.0, 0.0),) * 2, norm_scale=1.0)
 """Four times the matrix over its norm: a residual of 15 where one singular value is all."""
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleDict({"0": nn.Module()})
-        for name, shape in SHAPES.items():
-            module, _, leaf = name.rpartition(".")
-            here = self.layers["0"]
-            for part in module.split("."):
-                if not hasattr(here, part):
-                    here.add_module(part, nn.Module())
-                here = getattr(here, part)
-            here.register_parameter(leaf, nn.Parameter(torch.randn(shape)))
+def make(**fields: Any) -> tuple[nn.Module, Muon]:
+    """A model, and an optimizer that doubles its updates."""
+    model = models.plain_model(SHAPES)
+    return model, Muon(param_groups(model), schedule=DOUBLES, config=MuonConfig(**fields))
 
 
-def gradients(model: nn.Module, step: int) -> None:
-    generator = torch.Generator().manual_seed(step)
+def fill_gradients(model: nn.Module, value: float = 1.0) -> None:
+    """Gradients of rank one."""
     for param in model.parameters():
-        param.grad = torch.randn(param.shape, generator=generator)
-
-
-def rank_one(model: nn.Module) -> None:
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
+        param.grad = torch.full_like(param, value)
 
 
 def test_all_matrices_take_turns() -> None:
@@ -58,12 +47,10 @@ def test_all_matrices_take_turns() -> None:
 
 
 def test_a_diverging_schedule_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    model = Model()
-    config = MuonConfig(ns_guard_every=2, ns_dtype="float32")
-    optimizer = Muon(param_groups(model), schedule=DOUBLES, config=config)
+    model, optimizer = make(ns_guard_every=2)
     for step in (1, 2):
         caplog.clear()
-        rank_one(model)
+        fill_gradients(model)
         optimizer.step()
         assert bool(caplog.records) == (step == 2)
     (record,) = caplog.records
@@ -78,17 +65,14 @@ def test_a_diverging_schedule_is_named(caplog: pytest.LogCaptureFixture) -> None
 
 
 def test_what_is_measured_is_the_update_that_was_applied() -> None:
-    model = Model()
-    optimizer = Muon(param_groups(model), config=MuonConfig(ns_dtype="bfloat16", ns_guard_every=1))
+    fields = {"ns_dtype": "bfloat16", "ns_guard_every": 1}
+    model, optimizer = runs.make(kind=Muon, shapes=SHAPES, **fields)
     assert optimizer.metrics()["newton_schulz/residual"] == 0.0
-    gradients(model, 1)
-    momentum = model.get_parameter("layers.0.attention.wk.weight").grad
-    assert momentum is not None
-    kj = named_schedule("kj").schedule
-    assert kj is not None
+    name, kj = "layers.0.attention.wk.weight", named_schedule("kj").schedule
+    momentum = models.gradient(1, 1, name, SHAPES[name])
     ahead = (momentum * 0.95 + momentum).to(torch.bfloat16)
     update = orthogonalize(ahead, kj.coefficients, norm_scale=kj.norm_scale)
-    optimizer.step()
+    runs.train(model, optimizer, 1, 1)
     assert optimizer.metrics()["newton_schulz/residual"] == float(ns_residual(update))
 
 
@@ -96,11 +80,9 @@ def test_what_is_measured_is_the_update_that_was_applied() -> None:
 def test_the_guard_is_silent_between_its_steps(
     every: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = Model()
-    config = MuonConfig(ns_guard_every=every)
-    optimizer = Muon(param_groups(model), schedule=DOUBLES, config=config)
+    model, optimizer = make(ns_guard_every=every)
     for _ in range(2):
-        rank_one(model)
+        fill_gradients(model)
         optimizer.step()
     assert not caplog.records
     assert optimizer.metrics()["newton_schulz/residual"] == 0.0
@@ -110,14 +92,12 @@ def test_zeros_and_skipped_steps_say_nothing(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("amo_dist.optimizers.muon.GUARD_BOUND", 0.5)
-    model = Model()
-    del model.layers["0"].attention.wk, model.layers["0"].attention.wo
+    model = models.plain_model({"layers.0.attention.wq.weight": (6, 8)})
     config = MuonConfig(ns_guard_every=1, nonfinite="skip_step")
     optimizer = Muon(param_groups(model), schedule=DOUBLES, config=config)
     # The one matrix has its turn at every step: what the first left must not be told again.
     for value, is_told in ((0.0, False), (1.0, True), (math.nan, False)):
-        for param in model.parameters():
-            param.grad = torch.full_like(param, value)
+        fill_gradients(model, value)
         caplog.clear()
         optimizer.step()
         assert ("residual" in caplog.text) == is_told

@@ -5,22 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from amo_dist.config import Box, sort_operator_types
 from amo_dist.operators.views import Fused, MatrixView
+from tests.layouts import cut_view
 from tests.operators import classify
-
-
-def extract(parameter: Tensor, view: MatrixView) -> Tensor:
-    """The matrix of a view, by its definition."""
-    if view.boxes is None:
-        return parameter
-    pieces = []
-    for box in view.boxes:
-        piece = parameter[tuple(slice(start, stop) for start, stop in box)]
-        pieces.append(piece.reshape(piece.shape[-2:]))
-    return torch.cat(pieces, dim=view.dim)
 
 
 def assert_covers(shape: tuple[int, ...], views: tuple[MatrixView, ...]) -> None:
@@ -141,7 +130,7 @@ def test_fused_rows_interleaved_by_group() -> None:
     assert views is not None
     assert_covers((16, 3), views)
     parameter = torch.arange(16.0)[:, None].expand(16, 3)
-    rows = {view.suffix: extract(parameter, view)[:, 0].tolist() for view in views}
+    rows = {view.suffix: cut_view(view, parameter)[:, 0].tolist() for view in views}
     assert rows == {
         "[q]": [0, 1, 2, 3, 8, 9, 10, 11],
         "[k]": [4, 5, 12, 13],
@@ -165,7 +154,7 @@ def test_fused_covers_every_entry_once(
     sizes = {"attn_q": 8, "attn_k": 4, "attn_v": 4}
     parameter = torch.empty(shape)
     for view in views:
-        found = extract(parameter, view)
+        found = cut_view(view, parameter)
         assert found.shape[dim] == sizes[view.operator_type] // heads.get(view.operator_type, 1)
         assert found.shape[1 - dim] == 5
     assert len(views) == (num_experts or 1) * sum(heads.get(kind, 1) for kind in sizes)

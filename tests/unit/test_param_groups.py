@@ -11,21 +11,13 @@ from amo_dist import Muon
 from amo_dist.config import sort_operator_types
 from amo_dist.operators.groups import describe, param_groups
 from amo_dist.operators.views import MatrixView
+from tests.distributed import models
 from tests.unit.test_operators import pasted
 
 
 def module_of(shapes: Mapping[str, tuple[int, ...]]) -> nn.Module:
     """A module whose parameters have these dotted names and shapes, on the meta device."""
-    root = nn.Module()
-    for name, shape in shapes.items():
-        *path, leaf = name.split(".")
-        module = root
-        for part in path:
-            if part not in dict(module.named_children()):
-                module.add_module(part, nn.Module())
-            module = module.get_submodule(part)
-        module.register_parameter(leaf, nn.Parameter(torch.empty(shape, device="meta")))
-    return root
+    return models.build({n: torch.empty(shape, device="meta") for n, shape in shapes.items()})
 
 
 def types_by_name(groups: list[dict[str, object]]) -> dict[str, str]:
