@@ -62,25 +62,16 @@ def measure(options: argparse.Namespace) -> list[dict[str, object]]:
     step = statistics.median(_timed(optimizer.step, now) for _ in range(ROUNDS))
     transition = statistics.median(by_step)
     share = plan_seconds / TRANSITION_STEPS
-    observation = _observation(model, options)
+    seconds = {
+        "step": step,
+        "plan, once": plan_seconds,
+        "schedules and digest of a transition step": transition,
+        "planning and transition, by step of the transition": transition + share,
+        "observation, by step at an interval of 150": _observation(model, options) / INTERVAL,
+    }
     return [
-        {"what": "step", "ms": 1e3 * step, "% of a step": 100.0},
-        {"what": "plan, once", "ms": 1e3 * plan_seconds, "% of a step": 100 * plan_seconds / step},
-        {
-            "what": "schedules and digest of a transition step",
-            "ms": 1e3 * transition,
-            "% of a step": 100 * transition / step,
-        },
-        {
-            "what": "planning and transition, by step of the transition",
-            "ms": 1e3 * (transition + share),
-            "% of a step": 100 * (transition + share) / step,
-        },
-        {
-            "what": "observation, by step at an interval of 150",
-            "ms": 1e3 * observation / INTERVAL,
-            "% of a step": 100 * observation / INTERVAL / step,
-        },
+        {"what": name, "ms": 1e3 * own, "% of a step": 100 * own / step}
+        for name, own in seconds.items()
     ]
 
 

@@ -38,34 +38,28 @@ class Comparison:
     """The p-value after Holm's correction over all comparisons."""
 
 
-def compare(
-    results: Sequence[Result], candidate: str, baselines: Sequence[str] | None = None
-) -> list[Comparison]:
-    """Compare one optimizer with others over the models that both were evaluated on.
+def compare(results: Sequence[Result], candidate: str) -> list[Comparison]:
+    """Compare one optimizer with all others over the models that both were evaluated on.
 
     Args:
         results: As :func:`benchmarks.amo_paper.results.read_results` checks them.
         candidate: The optimizer that is asked to be better.
-        baselines: The optimizers it is compared with; all others by default.
 
     Returns:
         One comparison for each baseline. Holm's correction counts all of them, those without a
         p-value included.
 
     Raises:
-        ValueError: An optimizer is unknown, has no model in common with the candidate, or SciPy
+        ValueError: The candidate is unknown, an optimizer has no model in common with it, or SciPy
             is missing.
     """
     averages: dict[str, dict[str, float]] = {}
     for result in results:
         averages.setdefault(result.optimizer, {})[result.model] = result.average
-    names = list(baselines) if baselines else [name for name in averages if name != candidate]
-    for name in (candidate, *names):
-        if name not in averages:
-            known = ", ".join(averages)
-            raise ValueError(f"optimizer: found {name!r}, expected one of those read: {known}")
-    if candidate in names:
-        raise ValueError(f"--baseline: found {candidate!r}, the candidate itself")
+    if candidate not in averages:
+        known = ", ".join(averages)
+        raise ValueError(f"--candidate: found {candidate!r}, expected one of those read: {known}")
+    names = [name for name in averages if name != candidate]
     plain = [_compare_one(name, averages[candidate], averages[name]) for name in names]
     corrected = holm([p for *_, p in plain])
     return [Comparison(*one, p_holm) for one, p_holm in zip(plain, corrected, strict=True)]
@@ -145,18 +139,11 @@ def add_commands(subparsers: Any) -> None:
         description="Print the scores of evaluated models by task with their unweighted average, "
         "and test one-sidedly, paired over models and with Holm's correction, whether one "
         "optimizer beats the others.",
-        epilog="example: python -m benchmarks.amo_paper compare results/*.json "
-        "--baseline Muon-KJ --baseline Muon-PE",
+        epilog="example: python -m benchmarks.amo_paper compare results/*.json",
     )
     parser.add_argument("results", nargs="+", help="results files, as `score` writes them")
     parser.add_argument(
         "--candidate", default="AMO", help="the optimizer to test (default %(default)s)"
-    )
-    parser.add_argument(
-        "--baseline",
-        action="append",
-        metavar="NAME",
-        help="an optimizer to compare with; may be repeated (default: all others)",
     )
     parser.set_defaults(run=run)
 
@@ -169,7 +156,7 @@ def run(args: argparse.Namespace) -> int:
     """
     results = read_results(args.results)
     print(score_table(results))
-    comparisons = compare(results, args.candidate, args.baseline)
+    comparisons = compare(results, args.candidate)
     if comparisons:
         print(f"\n{comparison_table(args.candidate, comparisons)}")
     return 0

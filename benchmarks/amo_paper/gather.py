@@ -56,14 +56,9 @@ COSTS = (
     "peak memory (GiB)",
     "one observation (s)",
     "step with one (s)",
-    "before the plan (s)",
-    "transition (s)",
-    "locked (s)",
+    "locked step (s)",
 )
-"""Columns of the cost table; the last three are of steps in that phase without an observation."""
-
-PHASES = ("observation", "transition", "locked")
-"""Those of the last three columns."""
+"""Columns of the cost table."""
 
 
 def gather(experiment: Experiment, place: Place) -> list[Found]:
@@ -123,7 +118,7 @@ def _cost(records: Records) -> dict[str, float | None]:
         tokens / step / 1e6 if tokens and step else None,
         memory / 2**30 if memory else None,
         statistics.fmean(observations) if observations else None,
-        *(by_phase.get(phase) for phase in (_WITH_ONE, *PHASES)),
+        *(by_phase.get(phase) for phase in (_WITH_ONE, "locked")),
     )
     return dict(zip(COSTS, values, strict=True))
 

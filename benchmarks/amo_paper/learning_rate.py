@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 FACTOR, PARAMS_EXPONENT, TOKENS_EXPONENT = 38.4588e-4, -0.2219, -0.3509
 
 
@@ -14,13 +12,7 @@ def scaling_law_lr(params_b: float, tokens_b: float) -> float:
     model, 0.6 for one of 596,049,920 parameters (which would give 1.804e-3 instead of 1.801e-3).
 
     Args:
-        params_b: ``N``, parameters in billions; above 0.
-        tokens_b: ``D``, training tokens in billions; above 0.
-
-    Raises:
-        ValueError: For a number that is not finite and above 0.
+        params_b: ``N``, parameters in billions, above 0.
+        tokens_b: ``D``, training tokens in billions, above 0.
     """
-    for field, value in (("params_b", params_b), ("tokens_b", tokens_b)):
-        if not (math.isfinite(value) and value > 0):
-            raise ValueError(f"{field}: found {value!r}, expected a number > 0, in billions")
     return float(FACTOR * params_b**PARAMS_EXPONENT * tokens_b**TOKENS_EXPONENT)

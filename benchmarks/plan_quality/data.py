@@ -58,8 +58,8 @@ def load(root: Path) -> Corpus:
         tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(torch.int16)
         parts[is_for_validation(name)] += [tokens, end]
     if not all(parts.values()):
-        counts = {"training": len(parts[False]) // 2, "validation": len(parts[True]) // 2}
-        raise ValueError(f"root: found {counts} files in {root}, expected some of both")
+        which = "training" if parts[True] else "validation"
+        raise ValueError(f"root: found no file for {which} in {root}, expected one")
     train, validation = torch.cat(parts[False]), torch.cat(parts[True])
     return Corpus(train, validation, hasher.hexdigest()[:16])
 
