@@ -9,30 +9,21 @@ from collections.abc import Sequence
 
 def markdown(header: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
     """A Markdown table with aligned columns; the first column is text, the others numbers."""
-    head, *lines = pad([header, *rows], left=(0,), least=3)
+    head, *lines = pad([header, *rows])
     rule = ["-" * len(head[0]), *("-" * (len(cell) - 1) + ":" for cell in head[1:])]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *lines))
 
 
-def pad(
-    rows: Sequence[Sequence[object]], left: Sequence[int] = (), least: int = 0
-) -> list[list[str]]:
-    """Pad the cells of a table to the width of their column.
+def pad(rows: Sequence[Sequence[object]]) -> list[list[str]]:
+    """Pad the cells of a table to the width of their column, the first to the right of its text.
 
     Args:
         rows: Rows of equally many cells, header included.
-        left: Columns to align to the left; the others are aligned to the right.
-        least: Fewest characters of a column.
     """
     texts = [[str(cell) for cell in row] for row in rows]
-    widths = [max(least, *map(len, column)) for column in zip(*texts, strict=True)]
-    return [
-        [
-            cell.ljust(width) if column in left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        for row in texts
-    ]
+    # The rule of a Markdown table has at least three characters.
+    first, *others = (max(3, *map(len, column)) for column in zip(*texts, strict=True))
+    return [[row[0].ljust(first), *map(str.rjust, row[1:], others)] for row in texts]
 
 
 def plus_minus(values: Sequence[float], sign: str = "") -> str:

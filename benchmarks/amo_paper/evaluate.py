@@ -241,6 +241,6 @@ def run(args: argparse.Namespace) -> int:
     scores = [*record["tasks"].items(), ("average", record["average"])]
     rows = [("task", "score"), *((name, f"{score:.2f}") for name, score in scores)]
     print(f"{model} with {optimizer}")
-    print("\n".join("  ".join(cells) for cells in pad(rows, left=(0,))))
+    print("\n".join("  ".join(cells) for cells in pad(rows)))
     print(f"\nwritten to {output}")
     return 0

@@ -129,7 +129,7 @@ def twin_table(runs: pd.DataFrame) -> str:
 
 def rank_correlations(runs: pd.DataFrame, where: str) -> pd.DataFrame:
     """Spearman's correlation of functionals with the loss, a row for each model and seed."""
-    found = []
+    correlations = []
     for _, group in runs[runs[where].notna()].groupby(["architecture", "seed"]):
         if len(group) < 6:
             continue
@@ -137,8 +137,8 @@ def rank_correlations(runs: pd.DataFrame, where: str) -> pd.DataFrame:
         # An update that is smaller is the worse one.
         scores[["gain alike", "gain entries"]] *= -1
         scores["flops saved"] = -group["flops_after"]
-        found.append(scores.corrwith(group["validation_loss"], method="spearman"))
-    return pd.DataFrame(found)
+        correlations.append(scores.corrwith(group["validation_loss"], method="spearman"))
+    return pd.DataFrame(correlations)
 
 
 def functional_table(runs: pd.DataFrame) -> str:
