@@ -22,14 +22,12 @@ from amo_dist.schedule.polar_express import compose, times_safety
 from benchmarks.measure import paired, ratio, report
 
 SHAPES = ("512x512", "1024x1024", "512x1536", "1024x3072", "256x1024")
-LARGE_SHAPES = ("2048x2048", "2048x6144")
 ELL, STEPS = 1e-3, 5
 
 
 def main(args: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.newton_schulz", description=__doc__)
     parser.add_argument("--shapes", nargs="+", default=SHAPES)
-    parser.add_argument("--large", action="store_true", help=f"also {' '.join(LARGE_SHAPES)}")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
@@ -37,11 +35,10 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(args)
     torch.set_num_threads(1)
-    shapes = [*options.shapes, *(LARGE_SHAPES if options.large else ())]
     rows = [
         row
         for dtype in options.dtypes
-        for shape in shapes
+        for shape in options.shapes
         for row in measure(shape, getattr(torch, dtype), options)
     ]
     report("newton_schulz", rows, options.output, vars(options))

@@ -15,7 +15,7 @@ def markdown(header: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
 
 
 def pad(rows: Sequence[Sequence[object]]) -> list[list[str]]:
-    """Pad the cells of a table to the width of their column, the first to the right of its text.
+    """Pad the cells of a table to the width of their column: text in the first, numbers in others.
 
     Args:
         rows: Rows of equally many cells, header included.
