@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.plan_quality import data, jobs, report
+from benchmarks.plan_quality import data, jobs
 from benchmarks.plan_quality.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,11 +23,14 @@ def main(args: Sequence[str] | None = None) -> int:
     options = parser().parse_args(args)
     is_of_dtypes = options.study == "dtypes"
     output = options.output or RESULTS / STUDIES[options.study]
-    if options.command == "report" and is_of_dtypes:
-        print(report.dtype_text(output))
-    elif options.command == "report":
-        print(report.text(output))
-        print(f"figure: {report.plot(output)}")
+    if options.command == "report":
+        from benchmarks.plan_quality import report  # runs do without pandas
+
+        if is_of_dtypes:
+            print(report.dtype_text(output))
+        else:
+            print(report.text(output))
+            print(f"figure: {report.plot(output)}")
     else:
         wanted = jobs.dtype_jobs() if is_of_dtypes else jobs.all_jobs()
         for job in wanted:
