@@ -227,13 +227,6 @@ def mistake(words: list[str]) -> str | None:
     return None if os.access(ROOT / program, os.X_OK) else f"no program {program}"
 
 
-def test_a_command_that_is_not_there_is_noticed() -> None:
-    printed = (
-        "```bash\nA=1 amo plane\nlaunch/no.sh \\\n 3 # y\npip install 'x[no]'\n```\n`python -m no`"
-    )
-    assert [bool(mistake(words)) for words in printed_commands(printed)] == [True] * 4
-
-
 def amo_mistake(arguments: list[str]) -> str | None:
     """What the front door says of arguments, which it does not run."""
     if not any(word.startswith("-") for word in arguments) and len(arguments) < 3:

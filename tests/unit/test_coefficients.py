@@ -1,9 +1,8 @@
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
+from amo_dist.config import Triple
 from amo_dist.schedule.coefficients import SCHEDULE_NAMES, named_schedule
 from amo_dist.schedule.polar_express import SAFETY, compose
 from amo_dist.schedule.types import Schedule
@@ -12,12 +11,6 @@ from amo_dist.schedule.types import Schedule
 def test_names() -> None:
     of_others = ("kj", "you", "pe", "cans", "turbo", "deepseek_v4")
     assert (*of_others, "a1", "a2", "a3", "a4", "a5") == SCHEDULE_NAMES
-
-
-@pytest.mark.parametrize("name", ["KJ", "", "a6", None, []])
-def test_an_unknown_name_lists_those_there_are(name: Any) -> None:
-    with pytest.raises(ValueError, match=r"schedule: found .*, expected one of kj, you, pe, cans"):
-        named_schedule(name)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +53,7 @@ def test_pe_is_generated_with_safety_on_each_step() -> None:
 
 
 # The list in the Polar Express paper, to six digits; its code divides the input by 1.01.
-PRINTED_PE = (
+PRINTED_PE: tuple[Triple, ...] = (
     (8.28721, -23.59589, 17.30039),
     (4.10706, -2.94785, 0.544843),
     (3.94869, -2.90890, 0.551819),
@@ -91,21 +84,3 @@ def test_digest_tells_the_last_bit() -> None:
         Schedule(((2.0, 1.0, 3.0),)),
     ]
     assert len({one.digest(), *(other.digest() for other in others)}) == 6
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"coefficients": ()}, "coefficients: found"),
-        ({"coefficients": [(1.0, 2.0, 3.0)]}, "coefficients: found"),
-        ({"coefficients": ((1.0, 2.0),)}, "coefficients: found"),
-        ({"coefficients": ((1.0, 2.0, float("nan")),)}, "coefficients: found"),
-        ({"coefficients": ((1, 2.0, 3.0),)}, "coefficients: found"),
-        ({"norm_scale": 0.0}, "norm_scale: found"),
-        ({"norm_scale": float("inf")}, "norm_scale: found"),
-        ({"preconditioner": "none"}, "preconditioner: found 'none', expected 'frobenius' or 'aol'"),
-    ],
-)
-def test_a_malformed_schedule_is_refused(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Schedule(**{"coefficients": ((1.0, 2.0, 3.0),), **fields})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -12,7 +13,17 @@ import pytest
 import torch
 from torch import nn
 
-from amo_dist import AMO, ROOT, AMOConfig, Fused, Muon, MuonConfig, param_groups
+from amo_dist import (
+    AMO,
+    ROOT,
+    AdaMuon,
+    AMOConfig,
+    Fused,
+    Muon,
+    MuonConfig,
+    NorMuon,
+    param_groups,
+)
 from amo_dist.engine import step as one_step
 from amo_dist.engine.ballot import Ballots
 from tests import runs
@@ -43,6 +54,13 @@ def lone(**changes: Any) -> dict[str, Any]:
 
 PARAM = nn.Parameter(torch.ones(12, 8))
 CONFIG: Any = {"observe_until": 8}
+BAD: dict[str, Any] = {
+    "adjust_lr": "adamw",
+    "cautious_decay": 1,
+    "bfloat16_params": "kahan",
+    "seed": -1,
+}
+SCALES = "adjust_lr: found 'original' with .*Rule, which scales"
 
 
 @pytest.mark.parametrize(
@@ -53,6 +71,11 @@ CONFIG: Any = {"observe_until": 8}
         (
             lambda: AMO(groups(), momentum=0.9, ns_steps=6),
             r"config=AMOConfig\(momentum=0\.9, base_steps=6\)",
+        ),
+        *((partial(MuonConfig, **{name: value}), f"{name}: found") for name, value in BAD.items()),
+        *(
+            (lambda kind=kind: kind(groups(), config=MuonConfig(adjust_lr="original")), SCALES)
+            for kind in (AdaMuon, NorMuon)
         ),
         (lambda: Muon(groups(), ns_steps=5), "ns_steps.*schedule"),
         (lambda: AMO(groups(), schedule="kj"), "schedule"),

@@ -11,30 +11,12 @@ from torch import Tensor
 
 from amo_dist.config import Triple
 from amo_dist.kernels.newton_schulz import orthogonalize
+from amo_dist.schedule.coefficients import named_schedule
+from benchmarks.spectra import with_spectrum
+from tests.unit.test_cans_guard import PRINTED as CANS
+from tests.unit.test_coefficients import PRINTED_PE
 
-KJ: tuple[Triple, ...] = ((3.4445, -4.7750, 2.0315),) * 5
-YOU: tuple[Triple, ...] = (
-    (4.0848, -6.8946, 2.9270),
-    (3.9505, -6.3029, 2.6377),
-    (3.7418, -5.5913, 2.3037),
-    (2.8769, -3.1427, 1.2046),
-    (2.8366, -3.0525, 1.2012),
-)
-CANS: tuple[Triple, ...] = (
-    (8.4703, -25.1081, 18.6293),
-    (4.1828, -3.1087, 0.5806),
-    (3.9619, -2.9541, 0.5630),
-    (3.2866, -2.4647, 0.5074),
-    (2.2737, -1.6447, 0.4162),
-)
-# Of ell = 1e-3, without safety in the coefficients.
-POLAR_EXPRESS: tuple[Triple, ...] = (
-    (8.28721, -23.59589, 17.30039),
-    (4.10706, -2.94785, 0.54484),
-    (3.94869, -2.90890, 0.55182),
-    (3.31842, -2.48849, 0.51005),
-    (2.30065, -1.66890, 0.41881),
-)
+KJ, YOU = (named_schedule(name).schedule.coefficients for name in ("kj", "you"))
 TAYLOR: Triple = (15 / 8, -10 / 8, 3 / 8)
 """The quintic that is flat at one: converges for every spectrum in (0, 1], if slowly."""
 CONVERGED = (TAYLOR,) * 40
@@ -45,19 +27,6 @@ SHAPES = [(1, 1), (1, 17), (17, 1), (8, 8), (33, 65), (65, 33), (31, 128)]
 
 def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
-
-
-def random_orthogonal(size: int, seed: int = 0) -> Tensor:
-    q: Tensor = torch.linalg.qr(
-        torch.randn(size, size, generator=generator(seed), dtype=torch.float64)
-    )[0]
-    return q
-
-
-def with_spectrum(sigma: Tensor, n: int, seed: int = 0) -> Tensor:
-    """Float64 ``(m, n)`` with the singular values ``sigma`` of length m <= n."""
-    m = sigma.numel()
-    return random_orthogonal(m, seed) * sigma @ random_orthogonal(n, seed + 1)[:m]
 
 
 def apply_scalar(coefficients: tuple[Triple, ...], x: Tensor) -> Tensor:
@@ -221,7 +190,7 @@ def test_residual_floor(dtype: torch.dtype, floor: float) -> None:
     assert residual > 1e-8
 
 
-@pytest.mark.parametrize("coefficients", [CANS, POLAR_EXPRESS], ids=["cans", "polar_express"])
+@pytest.mark.parametrize("coefficients", [CANS, PRINTED_PE], ids=["cans", "polar_express"])
 @pytest.mark.parametrize("shape", [(1, 4096), (128, 384)])
 def test_safety_scale_prevents_the_blow_up(
     shape: tuple[int, int], coefficients: tuple[Triple, ...]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +11,8 @@ from torch import nn
 
 from amo_dist import AMO, AMOConfig, Fused, Muon, MuonConfig
 from amo_dist.operators.groups import param_groups
+from tests import runs
+from tests.distributed import models
 from tests.unit.test_param_groups import module_of
 
 Q, K = "layers.0.attention.wq.weight", "layers.0.attention.wk.weight"
@@ -122,36 +123,21 @@ ADAPTIVE = AMOConfig(observe_until=4, observe_every=2, transition_steps=2, **FIE
 def test_a_run_may_change_per_head_between_checkpoints(
     cls: type[Muon], config: Any, step: int, before: bool
 ) -> None:
-    shapes = {**GROUPED, "layers.0.attention.wv.weight": (6, 8)}
-    models = [told(module_of(shapes).to_empty(device="cpu"), head_dim=3) for _ in range(2)]
-    optimizers = [
-        cls(param_groups(model, per_head=per_head), lr=0.1, config=config)
-        for model, per_head in zip(models, (before, not before), strict=True)
-    ]
-    torch.manual_seed(0)
-    for param in models[0].parameters():
-        nn.init.normal_(param)
-    grads = [[torch.randn_like(each) for each in models[0].parameters()] for _ in range(step + 1)]
+    def make(per_head: bool) -> tuple[nn.Module, Muon]:
+        shapes = {**GROUPED, "layers.0.attention.wv.weight": (6, 8)}
+        model = told(models.plain_model(shapes), head_dim=3)
+        return model, cls(param_groups(model, per_head=per_head), lr=0.1, config=config)
 
-    def take(number: int, at: int) -> None:
-        for param, grad in zip(models[number].parameters(), grads[at], strict=True):
-            param.grad = grad.clone()
-        optimizers[number].step()
-
-    for at in range(step):
-        take(0, at)
-    models[1].load_state_dict(models[0].state_dict())
-    optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
-    for number in (0, 1):
-        take(number, step)
-    first, second = (optimizer.params_by_name for optimizer in optimizers)
-    assert optimizers[0].phase == optimizers[1].phase
-    for name in first:
+    model, optimizer = make(before)
+    runs.train(model, optimizer, 1, step)
+    twin, other = runs.resume(model, optimizer, lambda: make(not before))
+    for running in ((model, optimizer), (twin, other)):
+        runs.train(*running, step + 1, step + 1)
+    assert optimizer.phase == other.phase
+    for name, param in model.named_parameters():
+        same = twin.get_parameter(name)
         # Momentum is that of the parameter, whatever matrices are in it.
-        buffers = [
-            each.state[p[name]]["momentum_buffer"]
-            for each, p in zip(optimizers, (first, second), strict=True)
-        ]
-        assert torch.equal(*buffers)
+        buffers = optimizer.state[param], other.state[same]
+        assert torch.equal(*(own["momentum_buffer"] for own in buffers))
         # What has no heads, and by AMO's schedules, goes on to the bit.
-        assert torch.equal(first[name], second[name]) == name.endswith("wo.weight")
+        assert torch.equal(param, same) == name.endswith("wo.weight")

@@ -7,10 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from amo_dist import Muon
 from amo_dist.kernels.elementwise import apply_update, update_momentum
-from tests import runs
-from tests.simulated_device import simulated_device
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 
@@ -40,14 +37,3 @@ def test_an_unset_mask_gives_the_bits_of_none(dtype: torch.dtype) -> None:
         apply_update([first, second], others, **options, bad=bad)
         results.append((first, second))
     assert all(map(torch.equal, *results))
-
-
-def test_a_rate_in_a_tensor_gives_the_bits_of_a_number_on_devices() -> None:
-    results = []
-    for rate in (0.02, torch.tensor(0.02, dtype=torch.float64)):
-        with simulated_device():
-            model, optimizer = runs.make("plain", Muon, device="cuda")
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-            results.append({name: p.cpu() for name, p in runs.train(model, optimizer).items()})
-    assert runs.equal(*results)

@@ -10,6 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Mapping
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,8 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from amo_dist.config import AMOConfig, MuonConfig
+from amo_dist.schedule.coefficients import named_schedule
 from amo_dist.schedule.plan import shrunk
-from amo_dist.schedule.polar_express import SAFETY, compose, schedule_for
+from amo_dist.schedule.polar_express import SAFETY, compose, schedule_for, simulate
 from amo_dist.schedule.source import Amo, Fixed, as_source, draw
 from amo_dist.schedule.types import MatrixInfo, Schedule
 from amo_dist.state.control import ScheduleState, control_record, restore, to_text
@@ -225,6 +227,11 @@ def test_fixed_schedules_by_type_and_by_default() -> None:
 # ---------------------------------------------------------------- mistakes
 
 KJ = Schedule(((3.4445, -4.775, 2.0315),), norm_scale=1.0)
+TRIPLES = ((1.0, 2.0, 3.0),)
+MALFORMED = ((), [(1.0, 2.0, 3.0)], ((1.0, 2.0),), ((1.0, 2.0, math.nan),), ((1, 2.0, 3.0),))
+OUT_OF_RANGE: list[Any] = [0.0, -1e-3, 1.0000001, math.nan, math.inf, "1e-3", None, True]
+NO_NUMBER: list[Any] = [0, -1, 2.0, "5", None, True]
+NO_NAME: list[Any] = ["KJ", "", "a6", None, []]
 ONE_TYPE = [MatrixInfo("a", (4, 4), "attn_q")]
 
 
@@ -243,6 +250,12 @@ ONE_TYPE = [MatrixInfo("a", (4, 4), "attn_q")]
         (lambda: _bound(planned().state(), ONE_TYPE), "control.source"),
         (lambda: _loaded(ONE_TYPE, planned().state()), "control.source"),
         (lambda: Fixed({}, KJ).load(as_source("pe").state(), MuonConfig(), (), 1), "control"),
+        *((partial(named_schedule, name), "schedule: .* one of kj, you, pe") for name in NO_NAME),
+        *((partial(Schedule, triples), "coefficients") for triples in MALFORMED),
+        *((partial(Schedule, TRIPLES, scale), "norm_scale") for scale in (0.0, math.inf)),
+        (partial(Schedule, TRIPLES, 1.0, "none"), "preconditioner"),
+        *((partial(compose, ell, 5), r"ell: .* \(0, 1\]") for ell in OUT_OF_RANGE),
+        *((partial(simulate, 1e-3, steps), "steps: .* integer >= 1") for steps in NO_NUMBER),
     ],
 )
 def test_mistakes_are_named(call: Any, field: str) -> None:
