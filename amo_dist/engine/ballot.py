@@ -43,7 +43,7 @@ from amo_dist.distributed.ranks import (
     gather_json,
     max_over,
 )
-from amo_dist.engine.parameters import Param, Parameters
+from amo_dist.engine.parameters import Parameters
 from amo_dist.engine.world import World
 from amo_dist.kernels.elementwise import exceed, real
 
@@ -87,6 +87,19 @@ class Verdict(NamedTuple):
     is_idle: bool = False
 
 
+class Flags(NamedTuple):
+    """Names, and a flag for each of them on the device."""
+
+    names: Sequence[str] = ()
+    values: Tensor | None = None
+
+    def names_set(self) -> list[str]:
+        """Names whose flag is set; reads the flags on the host."""
+        if self.values is None:
+            return []
+        return [*itertools.compress(self.names, self.values.tolist())]
+
+
 class Ballot(NamedTuple):
     """One rank's ballot, from which words are made if any rank asks.
 
@@ -95,20 +108,16 @@ class Ballot(NamedTuple):
         waits: Whether this rank reads the maximum at once.
         text: Lines that must be alike on all ranks, or a `failure_text`.
         has_grad: Whether each parameter has a gradient.
-        names: Names of parameters whose gradient has entries on this rank.
-        unusable: Whether each of these gradients is NaN, inf or too large.
-        updated: Names of matrices that this rank updated in the last step.
-        updates: Whether each of these updates was NaN or inf.
+        gradients: Parameters with a gradient on this rank; set if it is NaN, inf or too large.
+        updates: Matrices that this rank updated in the last step; set if it made NaN or inf.
     """
 
     step: int
     waits: bool
     text: str
     has_grad: Sequence[bool]
-    names: Sequence[str]
-    unusable: Tensor | None
-    updated: Sequence[str]
-    updates: Tensor | None
+    gradients: Flags
+    updates: Flags
 
 
 class Votes(NamedTuple):
@@ -176,8 +185,7 @@ class Ballots:
         ]
         """Largest entry of a gradient that AdamW's state can take; None for matrices."""
         self._failure, self._num_idle = "", 0
-        self._updated: Sequence[str] = ()
-        self._updates: Tensor | None = None
+        self._updates = Flags()
         self._unread: tuple[Ballot, Callable[[], list[int]]] | None = None
         """Ballot of the last step, and a function that reads the maximum, until somebody has."""
 
@@ -207,7 +215,7 @@ class Ballots:
             RuntimeError: On every rank, for what `report_failure` got on one of them.
         """
         grads: list[Tensor | None] = [None] * len(self._params)
-        misplaced = set[int]()
+        misplaced = list[int]()
         try:
             if fault is not None:
                 raise fault
@@ -217,20 +225,19 @@ class Ballots:
                 raise
             self._failure = self._failure or failure_text(f"step {step}", error)
         full = {i: grad for i, grad in enumerate(grads) if grad is not None and grad.numel()}
-        unusable = None
+        unusable = Flags()
         if full:
-            least = momentum_bound(torch.float32, momentum)
+            least = momentum_bound(momentum)
             # A misplaced gradient may be one term of a sum over ranks.
             num_terms = len(self._world.ranks) if misplaced else 1
             bounds = [(self._bounds[i] or least) / num_terms for i in full]
             sent = _sent(bounds, torch.float64, self._param_device)
-            unusable = exceed(real([*full.values()]), sent)
+            names = [self._params[i].name for i in full]
+            unusable = Flags(names, exceed(real([*full.values()]), sent))
         has_grad = [grad is not None for grad in grads]
-        names = [self._params[i].name for i in full]
-        text, updates = self._failure or text, (self._updated, self._updates)
-        ballot = Ballot(step, waits, text, has_grad, names, unusable, *updates)
+        ballot = Ballot(step, waits, self._failure or text, has_grad, unusable, self._updates)
         maximum = self._reduce(ballot)
-        self._updated, self._updates = (), None
+        self._updates = Flags()
         reason, skip_mask = "", None
         if waits:
             votes = Votes.of(maximum.tolist())
@@ -242,7 +249,11 @@ class Ballots:
         # Moving a gradient is a collective, which hangs if a rank has none: this waits for the
         # backward pass until all ranks are known to have one.
         if misplaced and not reason and not Votes.of(maximum.tolist()).gradients_differ:
-            grads = place_gradients(self._params, grads)
+            for index in misplaced:
+                tensor, grad = self._params[index].tensor, self._params[index].tensor.grad
+                assert isinstance(tensor, DTensor)
+                assert isinstance(grad, DTensor)
+                grads[index] = grad.redistribute(placements=tensor.placements).to_local()
         return Verdict(reason, grads, skip_mask)
 
     def vote_on_text(self, text: str, *, with_updates: bool = False) -> None:
@@ -260,9 +271,9 @@ class Ballots:
             NonFiniteUpdateError: On every rank, as in `vote`.
             RuntimeError: On every rank, for a failure of one of them.
         """
-        updates = (self._updated, self._updates) if with_updates else ((), None)
+        updates = self._updates if with_updates else Flags()
         has_grad = [False] * len(self._params)
-        ballot = Ballot(0, True, self._failure or text, has_grad, (), None, *updates)
+        ballot = Ballot(0, True, self._failure or text, has_grad, Flags(), updates)
         self._judge(ballot, Votes.of(self._reduce(ballot).tolist()))
 
     def report_failure(self, part: str, error: Exception) -> None:
@@ -288,11 +299,13 @@ class Ballots:
             skip_mask: Mask of this step's `Verdict`: a step that changed nothing says nothing
                 about its updates.
         """
-        self._updated, self._updates = (), None
+        self._updates = Flags()
         if outcomes:
             names, flags = zip(*outcomes, strict=True)
-            self._updated, updates = [*itertools.chain(*names)], torch.cat(flags).flatten()
-            self._updates = updates if skip_mask is None else updates.masked_fill_(skip_mask, False)
+            values = torch.cat(flags).flatten()
+            if skip_mask is not None:
+                values.masked_fill_(skip_mask, False)
+            self._updates = Flags([*itertools.chain(*names)], values)
 
     # ---------------------------------------------------------------- after a step
 
@@ -316,7 +329,7 @@ class Ballots:
         It communicates nothing, as one rank may save alone; `read_verdict` gives the words of all
         ranks.
         """
-        for name in _names_of(self._updated, self._updates):
+        for name in self._updates.names_set():
             logger.warning(
                 "%s: the last update of this matrix was NaN or inf and was left out: what is "
                 "saved now lacks it, and all ranks raise at their next step",
@@ -325,9 +338,7 @@ class Ballots:
         if self._unread is None:
             return "taken"
         ballot, read = self._unread
-        values = read()
-        self._unread = ballot, lambda: values
-        votes = Votes.of(values)
+        votes = Votes.of(read())
         if not votes.is_bad:
             return "taken"
         logger.warning("step %d changed nothing; the next step says why", ballot.step)
@@ -349,9 +360,10 @@ class Ballots:
             marks.append(_ABSTENTION if own is None else fingerprint56(str(own)))
         negatives = [mark if mark == _ABSTENTION else -mark for mark in marks]
         vector = _sent([0, 0, exists, *marks, *negatives], torch.int64, self._device)
-        for position, flags in ((_GRADIENT, ballot.unusable), (_UPDATE, ballot.updates)):
-            if flags is not None:
-                vector[position].masked_fill_(flags.any().to(self._device), world.rank + 1)
+        for position, flags in ((_GRADIENT, ballot.gradients), (_UPDATE, ballot.updates)):
+            if flags.values is not None:
+                is_any = flags.values.any().to(self._device)
+                vector[position].masked_fill_(is_any, world.rank + 1)
         return max_over(vector, world.group)
 
     def _judge(self, ballot: Ballot, votes: Votes) -> str:
@@ -393,8 +405,8 @@ class Ballots:
         pairs = zip(self._params, self._world.gradient_ranks, ballot.has_grad, strict=True)
         own = {
             "missing": [(ranks, param.name) for param, ranks, has_grad in pairs if not has_grad],
-            "gradients": _names_of(ballot.names, ballot.unusable),
-            "updates": _names_of(ballot.updated, ballot.updates),
+            "gradients": ballot.gradients.names_set(),
+            "updates": ballot.updates.names_set(),
         }
         return dict(zip(self._world.ranks, gather_json(own, self._world.group), strict=True))
 
@@ -453,14 +465,14 @@ class Ballots:
         if self._num_idle == 1:
             logger.warning("%s: parameters and state stay as they are", text)
 
-    def _local_gradients(self) -> tuple[list[Tensor | None], set[int]]:
+    def _local_gradients(self) -> tuple[list[Tensor | None], list[int]]:
         """This rank's part of each gradient, and indices of those in placements of their own.
 
         Raises:
             ValueError: A gradient is in no form of the parameter; names it.
         """
         grads: list[Tensor | None] = []
-        misplaced = set[int]()
+        misplaced = list[int]()
         for index, param in enumerate(self._params):
             tensor, grad = param.tensor, param.tensor.grad
             if grad is not None and grad.is_sparse:
@@ -469,7 +481,7 @@ class Ballots:
                 if not isinstance(grad, DTensor):
                     raise ValueError(f"{param.name}: found a plain gradient, expected a DTensor")
                 if placements_of(grad) != placements_of(tensor):
-                    misplaced.add(index)
+                    misplaced.append(index)
                     if self._world.gradient_ranks[index] != param.layout.ranks:
                         raise ValueError(
                             f"{param.name}: found a gradient placed as {grad.placements}, expected "
@@ -482,28 +494,13 @@ class Ballots:
         return grads, misplaced
 
 
-# ---------------------------------------------------------------- gradients
-
-
-def place_gradients(params: Sequence[Param], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Local gradients in the placements of their parameters; a collective if one must move."""
-    placed = list(grads)
-    for index, param in enumerate(params):
-        tensor, grad = param.tensor, param.tensor.grad
-        if not isinstance(grad, DTensor) or not isinstance(tensor, DTensor):
-            continue
-        if grad.placements != tensor.placements:
-            placed[index] = grad.redistribute(placements=tensor.placements).to_local()
-    return placed
-
-
-def momentum_bound(dtype: torch.dtype, momentum: float) -> float:
-    """Largest gradient entry that can never overflow a momentum buffer of this dtype.
+def momentum_bound(momentum: float) -> float:
+    """Largest gradient entry that can never overflow a momentum buffer of float32.
 
     A sum of gradients below ``bound`` stays below ``bound / (1 - momentum)``, with Nesterov too;
     a factor of two is left for rounding.
     """
-    return torch.finfo(dtype).max * (1.0 - momentum) / 2.0
+    return torch.finfo(torch.float32).max * (1.0 - momentum) / 2.0
 
 
 def second_moment_bound(dtype: torch.dtype) -> float:
@@ -550,11 +547,6 @@ def _sent(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> 
     if device.type == "cuda":
         vector = vector.pin_memory()
     return vector.to(device, non_blocking=True)
-
-
-def _names_of(names: Sequence[str], flags: Tensor | None) -> list[str]:
-    """Names whose flag is set; reads the flags on the host."""
-    return [] if flags is None else [*itertools.compress(names, flags.tolist())]
 
 
 def _first_names(names: Sequence[str]) -> str:

@@ -75,7 +75,6 @@ def observe(engine: Engine, step: Step | None, measurement: Measurement) -> None
         RuntimeError: On every rank, where measuring has failed on one; names it and its error.
     """
     world = engine.world
-    assert world is not None
     values, failure = ({}, "") if step is None else _measure(engine, step, measurement)
     nothing = [0.0] * measurement.width
     rows = [values.get(name, nothing) for name in measurement.names]
@@ -92,7 +91,6 @@ def _measure(
 ) -> tuple[dict[str, list[float]], str]:
     """The values that count of this rank, by name, and its first failure."""
     values, failure, world = dict[str, list[float]](), "", engine.world
-    assert world is not None
     for index, momentum in engine.gather_momentum(step, measurement):
         name = engine.parameters.matrices[index].name
         try:

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import math
 from collections import Counter, defaultdict
@@ -191,9 +190,11 @@ class Engine:
             parameters.
     """
 
-    # `connect` sets both; `world` and `ballots` are None until then.
-    _world: World
-    _ballots: Ballots
+    is_connected = False
+    """Whether all ranks have agreed on their structure; before, `world` and `ballots` are unset."""
+    world: World
+    """Agreed structure of all ranks."""
+    ballots: Ballots
 
     def __init__(
         self,
@@ -207,9 +208,6 @@ class Engine:
         self.parameters, self.config, self.rule = parameters, config, rule
         self.groups, self.state = groups, state
         self.membership = Membership(parameters.tensors, process_group)
-        self.world: World | None = None
-        """Agreed structure of all ranks; None before `connect`."""
-        self.ballots: Ballots | None = None
         self._dtype: torch.dtype = getattr(torch, config.ns_dtype)
         assert config.wire_dtype is not None
         self.wire: torch.dtype = getattr(torch, config.wire_dtype)
@@ -266,9 +264,9 @@ class Engine:
 
     def connect(self, world: World) -> None:
         """Take the structure on which all ranks have agreed."""
-        self.world = self._world = world
         skips = self.config.nonfinite == "skip_step"
-        self.ballots = self._ballots = Ballots(world, self.parameters, skips=skips)
+        self.world, self.ballots = world, Ballots(world, self.parameters, skips=skips)
+        self.is_connected = True
 
     # ---------------------------------------------------------------- one step
 
@@ -286,14 +284,14 @@ class Engine:
         # A skipped step must not be recorded, and the checks of new owners read the device.
         waits = not self._is_on_device or is_new or bool(orders.measurements)
         if fault is not None:
-            return self._ballots.vote(orders.step, "", fault, 0.0, waits=waits)
+            return self.ballots.vote(orders.step, "", fault, 0.0, waits=waits)
         lines = [*orders.fingerprint, f"{'a new' if is_new else 'the last'} exchange plan"]
         lines.append(f"{'waits' if waits else 'does not wait'} for the verdict")
         # Stages of a pipeline have groups of their own.
-        for index, group in enumerate(self.groups if self._world.shares_all else []):
+        for index, group in enumerate(self.groups if self.world.shares_all else []):
             lines.append(f"group {index}: {describe_group(group, self.rule.defaults)}")
         momentum = max(momentum_of(group, self.config)[0] for group in self.groups)
-        return self._ballots.vote(orders.step, "\n".join(lines), None, momentum, waits=waits)
+        return self.ballots.vote(orders.step, "\n".join(lines), None, momentum, waits=waits)
 
     def run(self, orders: Orders, verdict: Verdict) -> Step:
         """Update every parameter; a collective over the ranks that share parameters.
@@ -319,14 +317,10 @@ class Engine:
         step = Step(orders.step, orders.schedules, params, momenta, verdict.skip_mask)
         try:
             self._update_momentum(step)
-            # AdamW runs under the first gather.
-            adamw: Callable[[], None] | None = functools.partial(self._adamw, step)
             for exchange in self._exchanges:
+                is_first = exchange is self._exchanges[0]
                 with exchange.memory.held():
-                    self._pipeline(step, exchange.buckets, adamw)
-                adamw = None
-            if adamw is not None:
-                adamw()
+                    self._pipeline(step, exchange.buckets, is_first=is_first)
             if self.rule.has_post and self.parameters.matrices:
                 self._post(step)
         except BaseException:
@@ -334,7 +328,7 @@ class Engine:
             self._owner_epoch, self._exchanges = None, []
             raise
         self._norms = step.norms
-        self._ballots.report_updates(step.outcomes, step.skip_mask)
+        self.ballots.report_updates(step.outcomes, step.skip_mask)
         return step
 
     def _update_momentum(self, step: Step) -> None:
@@ -396,15 +390,11 @@ class Engine:
                         maximize=False,
                     )
 
-    def _pipeline(
-        self,
-        step: Step,
-        buckets: Sequence[Bucket],
-        meanwhile: Callable[[], None] | None,
-    ) -> None:
+    def _pipeline(self, step: Step, buckets: Sequence[Bucket], *, is_first: bool) -> None:
         """Run the buckets of one set of ranks to their end, with double buffering.
 
-        Bucket k takes the buffers of bucket k - 2. A column is one turn of the loop::
+        AdamW runs under the first gather of the step. Bucket k takes the buffers of bucket k - 2.
+        A column is one turn of the loop::
 
             bucket 0   gather | compute         | apply
             bucket 1   gather |                 | compute         | apply
@@ -418,8 +408,8 @@ class Engine:
         moving = [self._bucket(step, bucket) for bucket in buckets if bucket.moves]
         for run in moving[:BUCKETS_IN_FLIGHT]:
             next(run)  # the gather starts
-        if meanwhile is not None:
-            meanwhile()
+        if is_first:
+            self._adamw(step)
         for run in local:
             for _ in run:
                 pass
@@ -492,7 +482,7 @@ class Engine:
             batches[kind, schedule].append((matrix.name, whole))
         for (_, schedule), batch in batches.items():
             names, wholes = map(list, zip(*batch, strict=True))
-            try:
+            with self._deferring(step, f"orthogonalizing {names[0]}"):
                 x = torch.stack(wholes) if len(wholes) > 1 else wholes[0]
                 results = self.newton_schulz(x, schedule)
                 results = results if results.dim() == 3 else results.unsqueeze(0)
@@ -501,10 +491,9 @@ class Engine:
                     least = math.sqrt(min(x.shape[-2:])) / EXACT_NORM_BOUND
                     step.norms.append((least, scale_to_exact_norm(results)))
                 torch._foreach_copy_(wholes, results.unbind())
-            except Exception as error:
-                self._report(step, f"orthogonalizing {names[0]}", error)
-                for whole in wholes:
-                    whole.zero_()
+                continue
+            for whole in wholes:  # reached only if the body has failed
+                whole.zero_()
 
     def newton_schulz(self, x: Tensor, schedule: Schedule) -> Tensor:
         """Newton-Schulz of matrices ``(m, n)`` or ``(b, m, n)``."""
@@ -538,7 +527,7 @@ class Engine:
             step.results.extend(self._empty_results(step))
         pieces = [piece for piece, _ in step.results]
         parameters, dtype = self.parameters, self.rule.sum_dtype
-        sums = MatrixSums(parameters, self._sum_sizes, pieces, self._world, dtype)
+        sums = MatrixSums(parameters, self._sum_sizes, pieces, self.world, dtype)
         with self._deferring(step, "finishing updates"):
             try:
                 for piece in pieces:
@@ -564,7 +553,7 @@ class Engine:
         results = []
         for index, matrix in enumerate(self.parameters.matrices):
             weight = step.params[matrix.param].weight
-            is_empty = not matrix.regions_by_rank.get(self._world.rank)
+            is_empty = not matrix.regions_by_rank.get(self.world.rank)
             if is_empty and step.params[matrix.param].grad is not None:
                 region = Region(((0, 0),) * weight.dim(), ((0, 0), (0, 0)))
                 place = Place(index, region, weight.new_empty((0, 0)))
@@ -609,12 +598,9 @@ class Engine:
         try:
             yield
         except Exception as error:
-            self._report(step, part, error)
-
-    def _report(self, step: Step, part: str, error: Exception) -> None:
-        if isinstance(error, torch.AcceleratorError):
-            raise error  # the device is lost: each later call would fail and be logged in turn
-        self._ballots.report_failure(f"step {step.number}: {part}", error)
+            if isinstance(error, torch.AcceleratorError):
+                raise  # the device is lost: each later call would fail and be logged in turn
+            self.ballots.report_failure(f"step {step.number}: {part}", error)
 
     # ---------------------------------------------------------------- plans and buffers
 
@@ -627,7 +613,7 @@ class Engine:
         """Assign owners anew; a collective over the world, which may wait."""
         # The old buffers are freed first; and if this fails, all ranks plan anew.
         self._exchanges, self._owner_epoch = [], None
-        world, indices = self._world, range(len(self.parameters.matrices))
+        world, indices = self.world, range(len(self.parameters.matrices))
         try:
             exchanges = self._make_exchanges(indices, orders.schedules, self.wire)
             digests = [exchange.digest for exchange in exchanges]
@@ -681,7 +667,7 @@ class Engine:
             first_owner: Turn of the owners of an exchange that sends nothing back; None: results
                 return.
         """
-        world, config, matrices = self._world, self.config, self.parameters.matrices
+        world, config, matrices = self.world, self.config, self.parameters.matrices
         pairs = zip(schedules, matrices, strict=True)
         jobs = assign(
             matrices,

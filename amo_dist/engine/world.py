@@ -51,11 +51,6 @@ class World:
     groups_by_ranks: Mapping[Ranks, dist.ProcessGroup | None]
     shares_all: bool
 
-    @property
-    def leads(self) -> bool:
-        """Whether this is the first rank of the world."""
-        return self.rank == self.ranks[0]
-
 
 def agree_on_world(
     parameters: Parameters,

@@ -264,10 +264,9 @@ class Muon(torch.optim.Optimizer):
                 self._check_groups(self.param_groups)
             except ValueError as error:
                 fault = error
-            if self._engine.world is None:
-                self._connect(fault)
             engine = self._engine
-            assert engine.ballots is not None
+            if not engine.is_connected:
+                self._connect(fault)
             self._read_verdict()
             orders = self._orders()
             verdict = engine.agree(orders, fault)
@@ -291,11 +290,10 @@ class Muon(torch.optim.Optimizer):
         Raises:
             As `Ballots.read_verdict`, for that step, which then counts as not taken.
         """
-        ballots = self._engine.ballots
-        if ballots is None:
+        if not self._engine.is_connected:
             return
         try:
-            reason = ballots.read_verdict()
+            reason = self._engine.ballots.read_verdict()
         except Exception:
             self._schedule_state = self._state_before
             raise
@@ -310,7 +308,6 @@ class Muon(torch.optim.Optimizer):
     def _orders(self) -> Orders:
         """The orders of the coming step; what they hold is made anew where schedules change."""
         state, decision, world = self._schedule_state, self._decision, self._engine.world
-        assert world is not None
         source, step = state.source, state.steps_taken + 1
         version, sample = source.version(step), source.sample(step)
         if decision is None or decision.version != version:
@@ -335,7 +332,6 @@ class Muon(torch.optim.Optimizer):
             if checked is not None:
                 measurements.append(self._guard(step, checked, turn, decision.schedules))
         except Exception as error:  # without memory, say; the ballot tells all ranks
-            assert self._engine.ballots is not None
             self._engine.ballots.report_failure(f"step {step}: preparing to measure", error)
         # Set now and not after the step, which may raise.
         self._state_before = state
@@ -370,17 +366,15 @@ class Muon(torch.optim.Optimizer):
 
     def _record(self, step: int, observed: Mapping[str, Sequence[float]]) -> None:
         """Hand an observation to the source, which plans at the last one; each rank by itself."""
-        state, ballots = self._schedule_state, self._engine.ballots
-        assert self.world is not None
-        assert ballots is not None
+        state, world = self._schedule_state, self._engine.world
         source = copy.copy(state.source)
         try:
             remarks = source.record(step, observed)
         except Exception as error:
-            ballots.report_failure(f"step {step}: recording an observation", error)
+            self._engine.ballots.report_failure(f"step {step}: recording an observation", error)
             return
         self._schedule_state, self._decision = dataclasses.replace(state, source=source), None
-        if not self.world.leads:
+        if world.rank != world.ranks[0]:
             return
         if self.plan is not None:
             logger.info("the plan, beside the uniform schedule:\n%s", self.plan)
@@ -400,8 +394,7 @@ class Muon(torch.optim.Optimizer):
         self._residual = 0.0 if math.isnan(residual) else residual
         if not residual > GUARD_BOUND:
             return
-        assert self.world is not None
-        info = next(matrix for matrix in self.world.registry if matrix.name == name)
+        info = next(matrix for matrix in self._engine.world.registry if matrix.name == name)
         schedule = self.source.schedules(step)[self.source.key(info)]
         triples = " ".join(f"({a:.4g}, {b:.4g}, {c:.4g})" for a, b, c in schedule.coefficients)
         logger.warning(
@@ -468,7 +461,7 @@ class Muon(torch.optim.Optimizer):
         if is_same and before.are_in(self.param_groups):
             return
         check_swap(before, self.param_groups)
-        if self.num_steps_taken or engine.world is not None or _holds_values(self.state):
+        if self.num_steps_taken or engine.is_connected or _holds_values(self.state):
             tensors = [tensor for group in self.param_groups for tensor in group["params"]]
             pairs = zip(before.params, tensors, strict=True)
             names = [param.name for param, tensor in pairs if param.tensor is not tensor]
@@ -526,14 +519,14 @@ class Muon(torch.optim.Optimizer):
         self._agree_on_outcome(activity, None)
 
     def _agree_on_outcome(self, activity: str, failure: Exception | None) -> None:
-        membership, ballots = self._engine.membership, self._engine.ballots
-        if len(membership.ranks) == 1:
+        engine = self._engine
+        if len(engine.membership.ranks) == 1:
             return
         text = activity if failure is None else failure_text(activity, failure)
-        if ballots is not None:
-            ballots.vote_on_text(text)
+        if engine.is_connected:
+            engine.ballots.vote_on_text(text)
         else:  # the first step of another rank begins with this collective, too
-            check_alike("configuration", text, membership.join(self._engine.device))
+            check_alike("configuration", text, engine.membership.join(engine.device))
 
     def check_last_update(self) -> None:
         """Raise now what the next step would raise of the last one; a collective over the world.
@@ -545,10 +538,9 @@ class Muon(torch.optim.Optimizer):
             NonFiniteUpdateError: On every rank, where the last update of a matrix was left out.
             RuntimeError: On every rank, where the last step has failed on one.
         """
-        ballots = self._engine.ballots
         self._read_verdict()
-        if ballots is not None:
-            ballots.vote_on_text("the last update", with_updates=True)
+        if self._engine.is_connected:
+            self._engine.ballots.vote_on_text("the last update", with_updates=True)
 
     # ---------------------------------------------------------------- what it holds
 
@@ -575,7 +567,7 @@ class Muon(torch.optim.Optimizer):
     @property
     def world(self) -> World | None:
         """Structure on which all ranks agreed at the first step; None before."""
-        return self._engine.world
+        return self._engine.world if self._engine.is_connected else None
 
     @property
     def operator_types(self) -> tuple[str, ...]:
@@ -647,8 +639,8 @@ class Muon(torch.optim.Optimizer):
 
     def _state_to_save(self) -> ScheduleState:
         """The state of schedules for a checkpoint, or for a copy."""
-        ballots, state = self._engine.ballots, self._schedule_state
-        outcome = "taken" if ballots is None else ballots.last_outcome()
+        engine, state = self._engine, self._schedule_state
+        outcome = engine.ballots.last_outcome() if engine.is_connected else "taken"
         if outcome == "undone":
             return self._state_before
         skipped = state.steps_skipped + (outcome == "skipped")
@@ -675,7 +667,7 @@ class Muon(torch.optim.Optimizer):
     def _go_on_from(self, state: ScheduleState) -> None:
         engine = self._engine
         self._assemble(state, engine.parameters)
-        if engine.world is not None:
+        if engine.is_connected:
             self._engine.connect(engine.world)
 
     def state_dict(self) -> dict[str, Any]:

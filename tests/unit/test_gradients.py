@@ -11,7 +11,7 @@ from amo_dist.kernels.elementwise import nesterov, update_momentum
 
 @pytest.mark.parametrize("momentum", [0.0, 0.5, 0.95, 0.999])
 def test_momentum_never_overflows_below_its_bound(momentum: float) -> None:
-    grad = torch.full((2,), momentum_bound(torch.float32, momentum))
+    grad = torch.full((2,), momentum_bound(momentum))
     buffer = torch.zeros(2)
     for _ in range(20_000 if momentum > 0.99 else 500):  # until the sum stands still
         update_momentum([buffer], [grad], momentum)
