@@ -56,16 +56,6 @@ def unknown() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
 
 
-@pytest.mark.parametrize("name", ["Muon", "AMO"])
-def test_no_matrix_is_an_error(name: str) -> None:
-    message = (
-        r"^params: found no matrix among 4 parameters \(0.weight \(8, 8\), 2.weight \(8, 8\), "
-        r"0.bias \(8,\)\.\.\.\), expected at least one: .*patterns=.*allow_no_matrices=True"
-    )
-    with pytest.raises(ValueError, match=message):
-        make_optimizer(name, param_groups(unknown()))
-
-
 @pytest.mark.parametrize("name", ["Muon", "AMO", "NorMuon"])
 def test_with_leave_adamw_trains_all(name: str) -> None:
     torch.manual_seed(0)
@@ -91,14 +81,9 @@ def test_with_leave_adamw_trains_all(name: str) -> None:
 
 
 def test_an_unknown_key_is_refused() -> None:
-    groups = param_groups(models.plain_model(SHAPES))
-    message = (
-        r"^groups\[1\]\.momentm: found a key that nothing reads, expected one of betas, eps, lr, "
-        "lr_multiplier, momentum, nesterov, weight_decay$"
-    )
+    groups, message = param_groups(models.plain_model(SHAPES)), r"^groups\[1\]\.momentm: found "
     for name in OPTIMIZER_NAMES:
-        expected = message if name != "NorMuon" else message.replace("betas", "beta2, betas")
-        with pytest.raises(ValueError, match=expected):
+        with pytest.raises(ValueError, match=message):
             make_optimizer(name, [groups[0], {**groups[1], "momentm": 0.5}])
     model, optimizer = runs.make(kind=Muon)
     runs.train(model, optimizer)
@@ -153,7 +138,7 @@ def test_a_rate_on_a_device_is_not_read() -> None:
 
 
 @pytest.mark.parametrize("kind", [Muon, AdaMuon, NorMuon, AMO])
-@pytest.mark.parametrize("changes", [{"momentum": 0.5}, {"nesterov": False}])
+@pytest.mark.parametrize("changes", [{"momentum": 0.5}, {"nesterov": False}, {"nesterov": 2.0}])
 def test_momentum_of_a_group_is_that_of_the_settings(
     kind: type[Muon], changes: dict[str, Any]
 ) -> None:

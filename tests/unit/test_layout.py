@@ -100,13 +100,6 @@ def test_the_pieces_of_each_replica_make_up_each_matrix(model: Model) -> None:
             assert torch.equal(found, expected)
 
 
-@few
-@given(models())
-def test_each_element_of_a_tensor_is_in_one_matrix(model: Model) -> None:
-    sizes = [math.prod(layout.shape) for layout in model.tensors]
-    assert sum(matrix.num_elements for matrix in model.matrices) == sum(sizes)
-
-
 def test_a_negative_dim_is_counted_from_the_end() -> None:
     last = mesh_layout((8, 4), torch.arange(2), [Shard(-1)])
     assert last.local_shape(0) == (8, 2)

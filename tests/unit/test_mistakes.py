@@ -80,6 +80,10 @@ SCALES = "adjust_lr: found 'original' with .*Rule, which scales"
         (lambda: Muon(groups(), ns_steps=5), "ns_steps.*schedule"),
         (lambda: AMO(groups(), schedule="kj"), "schedule"),
         (lambda: ROOT(groups(), schedule="kj"), "schedule"),
+        (
+            lambda: Muon(param_groups(nn.Linear(8, 8))),
+            "params: .*allow_no_matrices",
+        ),
         (lambda: Muon([]), "params: .*param_groups"),
         (lambda: Muon(nn.Linear(2, 2).parameters()), "params: .*param_groups"),
         (lambda: Muon([PARAM]), "params: .*param_groups"),

@@ -11,6 +11,7 @@ from amo_dist import Muon
 from amo_dist.config import sort_operator_types
 from amo_dist.operators.groups import describe, param_groups
 from amo_dist.operators.views import MatrixView
+from tests import runs
 from tests.distributed import models
 from tests.unit.test_operators import pasted
 
@@ -138,22 +139,9 @@ def test_parts_of_one_model() -> None:
 
 def test_a_scheduler_that_multiplies_lr_scale_into_lr_keeps_its_meaning() -> None:
     """timm, MAE and BEiT write ``lr * lr_scale`` to each group's ``lr`` before a step."""
-    model = nn.Module()
-    model.layers = nn.ModuleList([nn.Linear(4, 4, bias=False)])
-    (group,) = param_groups(model, patterns={r".*": "mlp_up"})
-    updates = []
-    for scale, rate in ((0.65, 0.1), (1.0, 0.065)):
-        torch.manual_seed(0)
-        weight = model.layers[0].weight = nn.Parameter(torch.randn(4, 4))
-        views = {"params": [("layers.0.weight", weight)], "lr_scale": scale}
-        optimizer = Muon([{**group, **views}], lr=1.0, weight_decay=0.0)
-        for written in optimizer.param_groups:
-            written["lr"] = rate * written["lr_scale"]
-        before = weight.detach().clone()
-        weight.grad = torch.ones(4, 4)
-        optimizer.step()
-        updates.append(weight.detach() - before)
-    torch.testing.assert_close(*updates, rtol=1e-6, atol=0)  # one product of rates apart
+    model = models.plain_model(runs.SHAPES)
+    scaled = Muon([{**group, "lr_scale": 0.65} for group in param_groups(model)], lr=1e-2)
+    assert runs.equal(runs.train(model, scaled), runs.train(*runs.make(kind=Muon)))
 
 
 def test_no_decay_and_multipliers_split_the_groups() -> None:

@@ -132,39 +132,6 @@ def test_master_weights_are_those_of_float32_bit_for_bit(device: str) -> None:
             assert torch.equal(found[name] + rests[name], value), name
 
 
-def test_rounded_to_nearest_small_updates_are_lost() -> None:
-    """Of weights near 1 none moves by 1e-4 a step; their master weights do."""
-    moved: dict[str, float] = {}
-    for how in ("nearest", "master"):
-        model = models.build({"norm.w": nn.Parameter(torch.ones(10, dtype=torch.bfloat16))})
-        config = MuonConfig(bfloat16_params=how)
-        groups = param_groups(model)
-        optimizer = Muon(groups, 1e-4, 0.0, config=config, allow_no_matrices=True)
-        for _ in range(20):
-            model.get_parameter("norm.w").grad = torch.ones(10, dtype=torch.bfloat16)
-            optimizer.step()
-        moved[how] = (1 - model.get_parameter("norm.w").double()).mean().item()
-    assert moved["nearest"] == 0.0
-    assert abs(moved["master"] - 2e-3) < 2**-9  # 20 steps of 1e-4, and half a spacing below one
-
-
-def test_a_skipped_step_changes_nothing_and_waits_for_nothing() -> None:
-    with simulated_device() as device:
-        model, optimizer = make(device="cuda", bfloat16_params="master", nonfinite="skip_step")
-        before = train(model, optimizer, 1, 3)
-        remainders = copy.deepcopy([state["rounded_off"] for state in optimizer.state.values()])
-        grad = model.get_parameter(WQ).grad
-        assert grad is not None
-        grad[0, 0] = torch.nan
-        device.clear()
-        optimizer.step()
-        assert not device.waits
-        optimizer.check_last_update()
-        assert runs.equal(dict(model.named_parameters()), before)
-        for state, value in zip(optimizer.state.values(), remainders, strict=True):
-            assert torch.equal(state["rounded_off"], value)
-
-
 def test_parameters_of_other_dtypes_are_written_as_ever() -> None:
     model, optimizer = make(dtype=torch.float32, bfloat16_params="master")
     assert runs.equal(train(model, optimizer), train(*make(dtype=torch.float32)))
@@ -223,29 +190,6 @@ def test_the_dtypes_in_force_are_saved() -> None:
     assert runs.equal(runs.train(model, optimizer, 4, 5), runs.train(twin, other, 4, 5))
     with pytest.raises(ValueError, match="wire_dtype: the checkpoint has 'float32', this run has"):
         runs.resume(model, optimizer, lambda: runs.make(kind=Muon, wire_dtype="bfloat16"))
-
-
-@pytest.mark.parametrize("nesterov", [0.0, 0.5, 10])
-def test_nesterov_may_have_a_coefficient_of_its_own(nesterov: float) -> None:
-    """``M = G + c * B``, of settings and of groups; true means ``c = momentum``."""
-    model, optimizer = runs.make(kind=Muon, shapes={WQ: (12, 8)}, nesterov=nesterov)
-    twin, other = runs.make(kind=Muon, shapes={WQ: (12, 8)}, momentum=0.5)
-    other.param_groups[0]["nesterov"] = nesterov
-    found, expected = runs.train(model, optimizer, 1, 1), runs.train(twin, other, 1, 1)
-    assert runs.equal(found, expected)  # in the first step B = G
-    momentum = optimizer.state[model.get_parameter(WQ)]["momentum_buffer"]
-    plain, last = runs.make(kind=Muon, shapes={WQ: (12, 8)}, nesterov=True, momentum=0.0)
-    before = momentum.clone()
-    runs.train(model, optimizer, 2, 2)
-    models.set_gradients(plain, 1, 2)
-    grad = plain.get_parameter(WQ).grad
-    assert grad is not None
-    plain.get_parameter(WQ).data.copy_(found[WQ])
-    grad.add_(nesterov * (0.95 * before + grad))
-    last.step()
-    torch.testing.assert_close(plain.get_parameter(WQ), model.get_parameter(WQ))
-    with pytest.raises(ValueError, match="nesterov: the checkpoint has"):
-        runs.resume(model, optimizer, lambda: runs.make(kind=Muon, shapes={WQ: (12, 8)}))
 
 
 def test_settings_that_a_checkpoint_keeps_are_defaults_too() -> None:
