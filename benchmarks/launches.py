@@ -29,7 +29,7 @@ from tests.distributed.models import build
 from tests.simulated_device import simulated_device
 
 RANKS, WHOLE, NARROWER = 32, MODELS["Qwen3-1.7B"], 32
-"""Ranks; the model; what its widths are divided by."""
+"""Ranks; the model; the number by which its widths are divided to count."""
 WARMUP = 5
 VIEWS = frozenset(
     {
@@ -63,21 +63,22 @@ def count(dtype: torch.dtype) -> tuple[dict[str, int], dict[str, int]]:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
         try:
             module = make_module(init_device_mesh("cuda", (RANKS,)), dtype)
-            config = MuonConfig(ns_guard_every=0)
+            # A narrower model has as many buckets.
+            bucket_bytes = MuonConfig().bucket_bytes // NARROWER**2
+            config = MuonConfig(ns_guard_every=0, bucket_bytes=bucket_bytes)
             optimizer = Muon(param_groups(module), lr=1e-3, config=config)
             for _ in range(WARMUP):
                 renew_gradients(module)
                 device.clear()
-                with mock.patch.object(dist, "all_to_all_single", transfer):
-                    optimizer.step()
+                step(optimizer)
         finally:
             dist.destroy_process_group()
         return device.operations, device.waits
 
 
-def make_module(mesh: DeviceMesh, dtype: torch.dtype) -> nn.Module:
+def make_module(mesh: DeviceMesh, dtype: torch.dtype, narrower: int = NARROWER) -> nn.Module:
     """The narrower model with gradients, its rows sharded over the mesh."""
-    model = dataclasses.replace(WHOLE, dim=WHOLE.dim // NARROWER, ffn_dim=WHOLE.ffn_dim // NARROWER)
+    model = dataclasses.replace(WHOLE, dim=WHOLE.dim // narrower, ffn_dim=WHOLE.ffn_dim // narrower)
     shapes: dict[str, tuple[int, ...]] = {**shapes_by_name(model)}
     for layer in range(model.layers):
         shapes[f"layers.{layer}.attention_norm.weight"] = (model.dim,)
@@ -87,7 +88,8 @@ def make_module(mesh: DeviceMesh, dtype: torch.dtype) -> nn.Module:
     generator = torch.Generator().manual_seed(0)
 
     def sharded(shape: tuple[int, ...]) -> Tensor:
-        tensor = torch.randn(shape[0] // RANKS, *shape[1:], generator=generator).to("cuda", dtype)
+        tensor = torch.randn(shape[0] // RANKS, *shape[1:], generator=generator)
+        tensor = tensor.to(mesh.device_type, dtype)
         return DTensor.from_local(tensor, mesh, [Shard(0)], run_check=False)
 
     module = build({name: sharded(shape) for name, shape in shapes.items()})
@@ -104,6 +106,12 @@ def renew_gradients(module: nn.Module) -> None:
         parameter.grad = DTensor.from_local(
             shard, grad.device_mesh, grad.placements, run_check=False
         )
+
+
+def step(optimizer: Muon) -> None:
+    """A step whose collectives move nothing."""
+    with mock.patch.object(dist, "all_to_all_single", transfer):
+        optimizer.step()
 
 
 class Done:

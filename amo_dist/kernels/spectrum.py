@@ -92,8 +92,8 @@ def singular_values(x: Tensor) -> Tensor:
 def first_of(x: Tensor, *methods: Callable[[Tensor], Tensor]) -> Tensor | None:
     """Result of the first method that succeeds, on the device of ``x`` or else on the CPU.
 
-    cuSOLVER fails on matrices that the CPU decomposes (pytorch #94772, #105359, #107082), and one
-    matrix that is not measured must not end a run.
+    cuSOLVER fails on matrices that the CPU decomposes (pytorch #94772, #105359, #107082), a device
+    may have no room left, and one matrix that is not measured must not end a run.
 
     Args:
         x: Argument of each method.
@@ -107,8 +107,6 @@ def first_of(x: Tensor, *methods: Callable[[Tensor], Tensor]) -> Tensor | None:
         for method in methods:
             try:
                 return method(x.to(device)).to(x.device)
-            except torch.OutOfMemoryError:
-                raise
             except RuntimeError as error:
                 failure = error
     logger.warning("no decomposition of a matrix %s: %s", tuple(x.shape), failure)

@@ -11,9 +11,17 @@ from torch import Tensor
 
 from amo_dist.engine.observe import coefficient_table
 from amo_dist.kernels import spectrum as module
-from amo_dist.kernels.spectrum import SMALL, distances, ns_residual, singular_values, spectrum
+from amo_dist.kernels.spectrum import (
+    SMALL,
+    distances,
+    first_of,
+    ns_residual,
+    singular_values,
+    spectrum,
+)
 from amo_dist.schedule.polar_express import schedule_for
 from benchmarks.spectra import with_spectrum
+from tests.simulated_device import simulated_device
 
 M = SMALL + 12
 """Just above the size from which the Gram matrix is used."""
@@ -172,12 +180,18 @@ def test_a_failed_decomposition_gives_way_to_the_next(
     assert spectrum(x)[0].isnan()
     assert caplog.records
 
-    def full(*args: object, **options: object) -> Tensor:
-        raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(torch.linalg, "svdvals", full)
-    with pytest.raises(torch.OutOfMemoryError):
-        singular_values(torch.ones(3, 5, dtype=torch.float64))
+def test_a_device_without_room_leaves_a_decomposition_to_the_cpu() -> None:
+    def diagonal(x: Tensor) -> Tensor:
+        if not x.is_cpu:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return x.diagonal()
+
+    with simulated_device():
+        result = first_of(torch.eye(3, device="cuda"), diagonal)
+        assert result is not None
+        assert result.is_cuda
+        assert result.tolist() == [1.0, 1.0, 1.0]
 
 
 def test_the_residual_is_that_of_the_short_side() -> None:
