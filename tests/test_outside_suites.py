@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
-from collections import Counter
 
 import pytest
-import torch
 
 from tests.examples import ROOT
-
-PAGE = (ROOT / "docs" / "versions.md").read_text()
 
 
 @pytest.mark.slow
@@ -25,9 +20,3 @@ def test_pytorchs_contract_holds_for_every_class() -> None:
     records = json.loads(ran.stdout.splitlines()[-1])
     assert [record for record in records if record[2] == "failed"] == []
     assert all(reason for *_, result, reason in records if result == "skipped")
-    counts = Counter(result for _, _, result, _ in records)
-    written = re.search(r"on (\S+): (\d+) tried, (\d+) passed, (\d+) skipped", PAGE)
-    assert written is not None
-    if torch.__version__.startswith(written[1]):  # another version may ship other inputs
-        numbers = len(records), counts["passed"], counts["skipped"]
-        assert numbers == tuple(map(int, written.groups()[1:]))

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from tests.examples import ROOT, assert_same, blocks, code_blocks, examples, run
+from tests.examples import ROOT, assert_same, blocks, examples, run
 
 PAGE = "docs/recipes.md"
 STEPS = 12
@@ -134,10 +134,3 @@ def test_the_trainer_under_ddp(tmp_path: Path) -> None:
     command = [*ON_TWO_RANKS, name]
     assert " ".join([*command, "2"]) in (ROOT / PAGE).read_text()
     check(name, command, tmp_path / "interrupted", tmp_path / "whole")
-
-
-def test_the_printed_command_installs_an_extra_that_exists() -> None:
-    (install, test) = code_blocks((ROOT / PAGE).read_text(), "bash")[0].strip().splitlines()
-    assert install.startswith("pip install -e '.[recipes]'")
-    assert re.search(r"^recipes = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    assert (ROOT / test.split()[-1]).exists()

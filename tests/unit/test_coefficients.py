@@ -3,14 +3,9 @@ from __future__ import annotations
 import pytest
 
 from amo_dist.config import Triple
-from amo_dist.schedule.coefficients import SCHEDULE_NAMES, named_schedule
+from amo_dist.schedule.coefficients import named_schedule
 from amo_dist.schedule.polar_express import SAFETY, compose
 from amo_dist.schedule.types import Schedule
-
-
-def test_names() -> None:
-    of_others = ("kj", "you", "pe", "cans", "turbo", "deepseek_v4")
-    assert (*of_others, "a1", "a2", "a3", "a4", "a5") == SCHEDULE_NAMES
 
 
 @pytest.mark.parametrize(

@@ -44,13 +44,13 @@ def inputs() -> dict[str, Tensor]:
 MATRICES = inputs()
 
 
-@pytest.mark.parametrize("schedule", ["kj", "you", "pe", "turbo", "cans"])
-def test_named_schedules_are_as_exact(schedule: str) -> None:
-    check(tuple(named_schedule(schedule).schedule.coefficients))
+NAMES = ("kj", "you", "pe", "turbo", "cans")
 
 
-def check(coefficients: tuple[tuple[float, float, float], ...]) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_named_schedules_are_as_exact(name: str) -> None:
     """Errors of both forms in float32 against float64, relative to the norm of the result."""
+    coefficients = named_schedule(name).schedule.coefficients
     single, pairs = [], []
     sizes = [2] * (len(coefficients) // 2) + [1] * (len(coefficients) % 2)
     for x in MATRICES.values():
@@ -68,7 +68,6 @@ MOST, MEAN, GREATEST = 20, 2.5, 2.5
 """Measured: 16, of 2e-5, for an ell of 1e-5 and seven steps; 2.4 and 2.2, for two steps."""
 
 
-NAMES = ("kj", "you", "pe", "turbo", "cans")
 NARROW: dict[str, Schedule] = {name: named_schedule(name).schedule for name in NAMES}
 NARROW |= {
     f"{ell:.0e} in {steps}": schedule_for(ell, steps)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
@@ -38,21 +37,29 @@ def views_of(model: nn.Module, **options: Any) -> dict[str, Any]:
     return {name: views for g in groups for name, views in g.get("matrix_views", {}).items()}
 
 
-def spectral(kind: type[Muon]) -> MuonConfig:
-    """Settings under which a scale shows which dim counts outputs; NorMuon has its own scale."""
-    return MuonConfig(adjust_lr="match_rms_adamw" if kind is NorMuon else "spectral")
+def trained(
+    model: nn.Module, kind: type[Muon], *, is_transposed: bool = False, **options: Any
+) -> Tensor:
+    """The only weight after three steps, with gradients that depend on its entries' order alone.
 
-
-def trained(model: nn.Module, kind: type[Muon], **options: Any) -> Tensor:
-    """The only weight after three steps, with gradients that depend on its entries' order alone."""
+    A scale shows which dim counts outputs; NorMuon has its own.
+    """
+    scale = "match_rms_adamw" if kind is NorMuon else "spectral"
+    config = MuonConfig(adjust_lr=scale, ns_dtype="float64")
     (param,) = model.parameters()
-    with torch.no_grad():
-        param.copy_(gradient(0, 0, "", (param.numel(),)).view(param.shape))
-    optimizer = kind(param_groups(model, **options), lr=0.1, config=spectral(kind))
-    for step in range(3):
-        param.grad = gradient(0, step + 1, "", (param.numel(),)).view(param.shape)
+
+    def values(step: int) -> Tensor:
+        numbers = gradient(0, step, "", (param.numel(),))
+        if is_transposed:
+            return numbers.view(param.T.shape).T.contiguous()
+        return numbers.view(param.shape)
+
+    param.data.copy_(values(0))
+    optimizer = kind(param_groups(model, **options), lr=0.1, config=config)
+    for step in range(1, 4):
+        param.grad = values(step)
         optimizer.step()
-    return param.detach()
+    return param.detach().T if is_transposed else param.detach()
 
 
 @pytest.mark.parametrize("kind", [Muon, NorMuon])
@@ -63,23 +70,9 @@ def test_outputs_of_conv1d_are_columns(kind: type[Muon], patterns: dict[str, str
     assert (views[0].boxes, views[0].dim) == (None, 1)
     # The Linear of the transposed weight has transposed results: scale, norms by neuron and all.
     twin = within("h.0.mlp.c_fc", nn.Linear(24, 96, bias=False))
-    results = []
-    for each, is_transposed in ((model, True), (twin, False)):
-        (param,) = each.parameters()
-        with torch.no_grad():
-            param.copy_(_oriented(0, is_transposed))
-        config = dataclasses.replace(spectral(kind), ns_dtype="float64")
-        optimizer = kind(param_groups(each, patterns=patterns), lr=0.1, config=config)
-        for step in range(1, 4):
-            param.grad = _oriented(step, is_transposed)
-            optimizer.step()
-        results.append(param.detach().T if is_transposed else param.detach())
-    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)  # sums in another order
-
-
-def _oriented(step: int, is_transposed: bool) -> Tensor:
-    values = gradient(0, step, "", (96, 24))
-    return values.T.contiguous() if is_transposed else values
+    found = trained(model, kind, is_transposed=True, patterns=patterns)
+    expected = trained(twin, kind, patterns=patterns)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)  # sums in another order
 
 
 def test_outputs_of_experts_stored_by_inputs_are_columns() -> None:

@@ -31,12 +31,6 @@ def schedule_of(name: str, shape: tuple[int, int]) -> Schedule:
     return source.schedules(1)["attn_q"]
 
 
-def test_the_names() -> None:
-    muons = ("Muon", "Muon-KJ", "Muon-You", "Muon-PE", "Muon-CANS", "Muon-Turbo")
-    assert tuple(MUON_SCHEDULES) == muons
-    assert sorted(OPTIMIZER_NAMES) == sorted(["AdamW", *muons, "AdaMuon", "NorMuon", "ROOT", "AMO"])
-
-
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
@@ -117,13 +111,8 @@ RANGES = {
 @pytest.mark.parametrize(("name", "low", "high"), [(n, *r) for n, r in RANGES.items()])
 def test_scalar_maps(name: str, low: float, high: float) -> None:
     schedule = schedule_of(name, (8, 6))
-    values = []
-    num_points = 20000
-    for i in range(num_points + 1):
-        x = 0.003 ** (1 - i / num_points) / schedule.norm_scale  # log-spaced, 1 included
-        for a, b, c in schedule.coefficients:
-            x = a * x + b * x**3 + c * x**5
-        values.append(x)
+    points = [0.003 ** (1 - i / 20000) for i in range(20001)]  # log-spaced, 1 included
+    values = [schedule.image(x / schedule.norm_scale) for x in points]
     digits = 3 if name == "Muon-You" else 2
     assert round(min(values), digits) == low
     assert round(max(values), digits) == high

@@ -9,16 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from amo_dist.config import Triple
 from amo_dist.schedule import polar_express
 from amo_dist.schedule.polar_express import CUSHION, SAFETY, compose, error_curve, simulate
+from amo_dist.schedule.types import Schedule, evaluate
 
 ELLS = st.floats(-12, 0).map(lambda exponent: 10.0**exponent)
-
-
-def evaluate(triple: Triple, x: float) -> float:
-    a, b, c = triple
-    return a * x + b * x**3 + c * x**5
 
 
 def grid(low: float, high: float, points: int = 2000) -> list[float]:
@@ -46,10 +41,8 @@ def test_one_step_is_the_best_quintic(ell: float) -> None:
 @given(ell=ELLS, steps=st.integers(1, 10))
 def test_the_composition_maps_into_its_last_interval(ell: float, steps: int) -> None:
     low = simulate(ell, steps)
-    triples = compose(ell, steps)
-    for x in grid(ell, 1.0, 200):
-        for triple in triples:
-            x = evaluate(triple, x)
+    schedule = Schedule(compose(ell, steps))
+    for x in map(schedule.image, grid(ell, 1.0, 200)):
         assert low - 1e-9 <= x <= 2 - low + 1e-9  # rounding, amplified by 8.2 a step at most
 
 

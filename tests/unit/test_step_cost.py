@@ -20,12 +20,9 @@ from tests.memory import peak_bytes
 from torchtitan_ext.tools.shapes import MODELS, PLANS, DecoderShape
 from torchtitan_ext.tools.step_cost import OWNERSHIPS, StepCost, lay_out, newton_schulz_bytes
 
-SPECS = json.loads(
-    (Path(__file__).resolve().parent.parent / "golden" / "model_specs.json").read_text()
-)
-LOCKED = json.loads(
-    (Path(__file__).resolve().parent.parent / "golden" / "locked_schedules.json").read_text()
-)
+GOLDEN = Path(__file__).resolve().parent.parent / "golden"
+SPECS = json.loads((GOLDEN / "model_specs.json").read_text())
+LOCKED = json.loads((GOLDEN / "locked_schedules.json").read_text())
 SMALL = DecoderShape(layers=4, dim=64, ffn_dim=128, heads=4, kv_heads=2)
 UNIFORM = dict.fromkeys(OPERATOR_TYPES, 5)
 
