@@ -15,21 +15,6 @@ from amo_dist.distributed.layout import Matrix, TensorLayout, make_matrix, mesh_
 from amo_dist.operators.views import Fused, MatrixView, cut_views
 
 MAX_RANKS = 64
-KINDS = (
-    "ddp",
-    "fsdp",
-    "hsdp",
-    "tp_columns",
-    "tp_rows",
-    "fsdp_tp_columns",
-    "fsdp_tp_rows",
-    "hsdp_tp_columns",
-    "hsdp_tp_rows",
-    "experts_0",
-    "experts_1",
-    "experts_2",
-    "ep_fsdp",
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,28 +32,30 @@ class Model:
         return [int(rank) for rank in self.mesh.flatten().tolist()]
 
 
-def placements_of(kind: str, mesh_shape: tuple[int, ...]) -> tuple[Any, ...]:
-    """Placements as FSDP2 and tensor parallelism write them."""
-    last = mesh_shape[-1]
+def placements_by_kind(split: int) -> dict[str, tuple[Any, ...]]:
+    """Placements as FSDP2 and tensor parallelism of ``split`` ranks write them."""
     return {
         "ddp": (Replicate(),),
         "fsdp": (Shard(0),),
         "hsdp": (Replicate(), Shard(0)),
         "tp_columns": (Shard(0),),
         "tp_rows": (Shard(1),),
-        "fsdp_tp_columns": (_StridedShard(0, split_factor=last), Shard(0)),
+        "fsdp_tp_columns": (_StridedShard(0, split_factor=split), Shard(0)),
         "fsdp_tp_rows": (Shard(0), Shard(1)),
-        "hsdp_tp_columns": (Replicate(), _StridedShard(0, split_factor=last), Shard(0)),
+        "hsdp_tp_columns": (Replicate(), _StridedShard(0, split_factor=split), Shard(0)),
         "hsdp_tp_rows": (Replicate(), Shard(0), Shard(1)),
         "experts_0": (Shard(0),),
         "experts_1": (Shard(1),),
         "experts_2": (Shard(2),),
         "ep_fsdp": (Shard(0), Shard(1)),
-    }[kind]
+    }
+
+
+KINDS = tuple(placements_by_kind(1))
 
 
 def num_axes(kind: str) -> int:
-    return len(placements_of(kind, (1,)))
+    return len(placements_by_kind(1)[kind])
 
 
 def build(
@@ -78,7 +65,7 @@ def build(
     views: list[tuple[MatrixView, ...]] | None = None,
 ) -> Model:
     """Lay out tensors; whole matrices, or one for each expert, where no views are given."""
-    placements = placements_of(kind, tuple(mesh.shape))
+    placements = placements_by_kind(mesh.shape[-1])[kind]
     views = views or [default_views(shape) for shape in shapes]
     tensors = tuple(mesh_layout(shape, mesh, placements) for shape in shapes)
     matrices = tuple(

@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from amo_dist import AMO, AdaMuon, Muon, NorMuon
 from tests import runs
 from tests.distributed import models
-from tests.runs import W1, WQ
+from tests.runs import NORM, W1, WQ
 
 
 def storages(tensors: list[Tensor]) -> list[object]:
@@ -59,60 +59,39 @@ def test_a_transposed_weight_gets_its_update_as_it_lies() -> None:
     assert runs.equal(runs.train(model, optimizer, 4, 5), runs.train(twin, other, 4, 5))
 
 
-def cast(model: nn.Module, optimizer: Muon) -> Callable[[], object]:
-    """Cast a weight; returns how it is undone."""
-    weight = model.get_parameter(WQ)
-    before = weight.data
-    weight.data = before.double()
-    return lambda: setattr(weight, "data", before)
-
-
-def offload_state(model: nn.Module, optimizer: Muon) -> Callable[[], object]:
-    """Move state elsewhere; returns how it is undone."""
-    own = optimizer.state[model.get_parameter(WQ)]
-    before = own["momentum_buffer"]
-    own["momentum_buffer"] = before.to("meta")
-    return lambda: own.update(momentum_buffer=before)
-
-
-def reshape(model: nn.Module, optimizer: Muon) -> Callable[[], object]:
-    """Give a weight another shape; returns how it is undone."""
-    weight = model.get_parameter(W1)
-    before = weight.data
-    weight.data = before[:-1]
-    return lambda: setattr(weight, "data", before)
-
-
-def reshape_state(model: nn.Module, optimizer: Muon) -> Callable[[], object]:
-    """Give state another shape; returns how it is undone."""
-    own = optimizer.state[model.get_parameter(runs.NORM)]
-    before = own["exp_avg"]
-    own["exp_avg"] = before[:-1]
-    return lambda: own.update(exp_avg=before)
-
-
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("name", "key", "change", "message"),
     [
-        (cast, f"{WQ}: found torch.float64 on cpu, expected torch.float32 on cpu"),
-        (offload_state, rf"state of {WQ}.momentum_buffer: found \(12, 8\) on meta, expected"),
-        (reshape, rf"{W1}: found shape \(12, 8\), expected \(13, 8\)"),
-        (reshape_state, rf"state of {runs.NORM}.exp_avg: found \(7,\) on cpu, expected \(8,\)"),
+        (WQ, "", Tensor.double, "found torch.float64 on cpu, expected torch.float32 on cpu"),
+        (W1, "", lambda x: x[:-1], r"found shape \(12, 8\), expected \(13, 8\)"),
+        (WQ, "momentum_buffer", lambda x: x.to("meta"), r"found \(12, 8\) on meta, expected"),
+        (NORM, "exp_avg", lambda x: x[:-1], r"found \(7,\) on cpu, expected \(8,\)"),
     ],
 )
 def test_only_a_step_asks_where_they_lie(
-    change: Callable[[nn.Module, Muon], Callable[[], object]], message: str
+    name: str, key: str, change: Callable[[Tensor], Tensor], message: str
 ) -> None:
+    """Of a weight, or of the state under a key."""
     model, optimizer = runs.make(kind=Muon)
     runs.train(model, optimizer)
     twin, other = copy.deepcopy((model, optimizer))
-    undo = change(model, optimizer)
+    weight = model.get_parameter(name)
+    own = optimizer.state[weight]
+    before, place = (own[key], f"state of {name}.{key}") if key else (weight.data, name)
+
+    def put(value: Tensor) -> None:
+        if key:
+            own[key] = value
+        else:
+            weight.data = value
+
+    put(change(before))
     optimizer.state_dict()
-    models.set_gradients(model, 1, 4)
-    if change is cast or change is reshape:
-        for param in model.parameters():
-            param.grad = None
-    with pytest.raises(ValueError, match=message):
+    if key:
+        models.set_gradients(model, 1, 4)
+    else:
+        optimizer.zero_grad()  # those of before have another shape or dtype
+    with pytest.raises(ValueError, match=f"{place}: {message}"):
         optimizer.step()
-    undo()
+    put(before)
     assert runs.equal(runs.train(model, optimizer, 4, 5), runs.train(twin, other, 4, 5))
