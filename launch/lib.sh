@@ -113,8 +113,11 @@ amo_hint() {
   amo_say "in a new shell, \`amo\` needs: source $(python -c 'import sys; print(sys.prefix)')/bin/activate"
 }
 
-# Activates without installing: several nodes would install at once, in the same place.
+# Activates without installing: several nodes would install at once, in the same place. The file AMO_SITE
+# has your cluster's own lines, and srun passes on what they export.
 amo_use() {
+  # shellcheck disable=SC1090
+  [[ -z "${AMO_SITE:-}" ]] || source "$AMO_SITE"
   if [[ -z "${VIRTUAL_ENV:-}" && -z "${CONDA_PREFIX:-}" && -f "$AMO_ROOT/.venv/bin/activate" ]]; then
     # shellcheck disable=SC1091
     source "$AMO_ROOT/.venv/bin/activate"
@@ -131,7 +134,18 @@ amo_slurm_nodes() {
   export HEAD="${nodes[0]}:$((20000 + SLURM_JOB_ID % 10000))"
   export GPUS="${GPUS:-${SLURM_GPUS_ON_NODE:-auto}}"
   AMO_SRUN=(srun --kill-on-bad-exit=0 --wait=60 --ntasks-per-node=1 --nodes="$NODES"
-    --cpus-per-task="${SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}")
+    --cpus-per-task="${SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}"
+    ${AMO_SRUN_OPTIONS[@]+"${AMO_SRUN_OPTIONS[@]}"})
+}
+
+# amo_take_nodes NUMBER [BAD...]: has HEAD and AMO_SRUN name so many nodes of the job, none of the bad ones.
+amo_take_nodes() {
+  local number="$1" nodes
+  shift
+  mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST" |
+    grep -vxFf <(printf '%s\n' "$@") | head -n "$number")
+  HEAD="${nodes[0]}:${HEAD##*:}"
+  AMO_SRUN+=(--nodes="$number" --nodelist="$(IFS=,; echo "${nodes[*]}")")
 }
 
 # Runs a command of Slurm, whose controller may be busy for a minute, until it succeeds.

@@ -155,10 +155,23 @@ def test_every_node_gets_the_same_meeting_point(job: Job) -> None:
     assert (status, calls) == (0, ["probe", "train"])
     assert (job.folder / "trained").read_text().split() == [
         *(str(ROOT), "--kill-on-bad-exit=0", "--wait=60", "--ntasks-per-node=1", "--nodes=2"),
-        *("--cpus-per-task=96", "python", "-m", "torchtitan_ext", "train"),
-        *("--nodes", "2", "--head", "n1:23456", "--run-id", "123456-3", "--restarts", "3"),
-        *("--ranks", "8", CONFIG, "--training.steps", "3"),
+        *("--cpus-per-task=96", "--nodes=2", "--nodelist=n1,n2"),
+        *("python", "-m", "torchtitan_ext", "train"),
+        *("--nodes", "2", "--run-id", "123456-3", "--restarts", "3", "--ranks", "8"),
+        *("--head", "n1:23456", CONFIG, "--training.steps", "3"),
     ]
+
+
+@pytest.mark.parametrize(("passes", "trains"), [("n1 n2", "n1"), ("n2", "n2")])
+def test_a_spare_node_trains_in_place_of_one_that_fails(job: Job, passes: str, trains: str) -> None:
+    job.ranks("exit 0", alone=f"for node in {passes}; do echo passed $node; done")
+    site = job.folder / "site.sh"
+    site.write_text("AMO_SRUN_OPTIONS=(--container-image=amo.sqsh)\nexport FI_PROVIDER=efa\n")
+    status, _, calls = job.run(AMO_SPARES="1", AMO_SITE=str(site))
+    assert (status, calls) == (0, ["probe", "train"])
+    words = (job.folder / "trained").read_text().split()
+    assert {"--container-image=amo.sqsh", f"--nodelist={trains}", f"{trains}:23456"} <= set(words)
+    assert words[words.index("train") + 1 :][:2] == ["--nodes", "1"]
 
 
 @pytest.mark.slow
