@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import shlex
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.examples import ROOT, code_blocks, examples
+from tests.integration.processes import Command
 from tests.integration.titan_ranks import Run, assert_same_end
 
 pytestmark = pytest.mark.slow
@@ -35,56 +31,19 @@ def write_files(folder: Path) -> None:
     (folder / "mixer.toml").write_text(toml)
 
 
+def launch(start: str, folder: Path) -> Command:
+    (block,) = [block for block in code_blocks(TEXT, "bash") if block.startswith(start)]
+    return Command(shlex.split(block.replace("\\\n", " ")), folder)
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     """Whole runs by the start of their command."""
     folder = tmp_path_factory.mktemp("whole")
     write_files(folder)
     for start in FOLDERS:
-        status = launch(start, folder).wait(timeout=400)
-        assert status == 0, (folder / "output.txt").read_text()[-4000:]
+        launch(start, folder).end()
     return {start: Run(folder / run, 2) for start, run in FOLDERS.items()}
-
-
-def launch(start: str, folder: Path) -> subprocess.Popen[bytes]:
-    (block,) = [block for block in code_blocks(TEXT, "bash") if block.startswith(start)]
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    environment["PYTHONPATH"] = str(ROOT)
-    with (folder / "output.txt").open("ab") as output:
-        return subprocess.Popen(
-            shlex.split(block.replace("\\\n", " ")),
-            cwd=folder,
-            env=environment,
-            stdout=output,
-            stderr=output,
-        )
-
-
-def steps(run: Path) -> list[int]:
-    file = run / "metrics.jsonl"
-    lines = file.read_text().splitlines() if file.exists() else []
-    return [json.loads(line)["step"] for line in lines]
-
-
-def kill_at(step: int, process: subprocess.Popen[bytes], run: Path) -> None:
-    """Kill rank 1 once a step is logged, and wait for the process."""
-    deadline = time.monotonic() + 300
-    while not (done := steps(run)) or done[-1] < step:
-        assert process.poll() is None, (run.parents[1] / "output.txt").read_text()[-4000:]
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    kill_rank_1(process.pid)
-    process.wait(timeout=120)
-
-
-def kill_rank_1(parent: int) -> None:
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            is_child = re.search(rf"^PPid:\s{parent}$", (path / "status").read_text(), re.MULTILINE)
-            if is_child and b"\0RANK=1\0" in b"\0" + (path / "environ").read_bytes():
-                os.kill(int(path.name), signal.SIGKILL)
-        except OSError:
-            continue
 
 
 def options_of(name: str, state: dict[str, Any]) -> tuple[float, float]:
@@ -101,14 +60,14 @@ def test_an_experiment_is_killed_and_resumed_to_the_bit(
     tmp_path: Path, undisturbed: dict[str, Run], start: str
 ) -> None:
     write_files(tmp_path)
-    run, output = tmp_path / FOLDERS[start], tmp_path / "output.txt"
-    process = launch(start, tmp_path)
-    kill_at(12, process, run)
-    assert process.returncode != 0
-    assert 10 in Run(run, 2).complete()
-    assert launch(start, tmp_path).wait(timeout=400) == 0, output.read_text()[-4000:]
-    assert_same_end(Run(run, 2), undisturbed[start], STEPS)
-    notes = (run / "notes.txt").read_text().splitlines()
+    run = Run(tmp_path / FOLDERS[start], 2)
+    command = launch(start, tmp_path)
+    command.wait_until(lambda: 10 in run.complete())
+    os.kill(run.first_rank(), signal.SIGKILL)
+    command.end(1)
+    launch(start, tmp_path).end()
+    assert_same_end(run, undisturbed[start], STEPS)
+    notes = (run.folder / "notes.txt").read_text().splitlines()
     assert notes == ["plan 8", "save 10", "save 20", f"save {STEPS}"]
 
 

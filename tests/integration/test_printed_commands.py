@@ -6,12 +6,9 @@ Those for a cluster or for GPUs run dry: their configs are read, checked and lai
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import signal
 import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +17,15 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torchtitan.config.manager import ConfigManager
 from torchtitan.config.override import apply_overrides
 
+from tests.integration.processes import PLAIN, ROOT, Command
+from tests.integration.titan_ranks import Run
 from tests.test_docs import printed_commands
 from torchtitan_ext.cli import build_parser, main
 from torchtitan_ext.plugin import machine
-from torchtitan_ext.runs.run_files import complete_steps
 from torchtitan_ext.tools.export import find_source
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("docs/torchtitan.md", "launch/README.md", "configs/README.md")
 
 
@@ -39,21 +36,8 @@ def printed(text: str, page: str = "docs/torchtitan.md") -> list[str]:
     return words
 
 
-def launch(words: list[str], folder: Path) -> subprocess.Popen[str]:
-    # The machine's own environment, but for the coverage and warnings of pytest.
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path}
-    environment.pop("PYTHONWARNINGS", None)
-    with (folder / "output.txt").open("a") as output:
-        return subprocess.Popen(
-            words, cwd=folder, env=environment, stdout=output, stderr=output, text=True
-        )
-
-
-def steps(folder: Path) -> list[int]:
-    file = folder / "metrics.jsonl"
-    lines = file.read_text().splitlines() if file.exists() else []
-    return [json.loads(line)["step"] for line in lines]
+def start(words: list[str], folder: Path) -> Command:
+    return Command(words, folder, PLAIN)
 
 
 @pytest.fixture
@@ -83,35 +67,34 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def test_a_stock_config_trains_on_cpus_stops_and_goes_on(checkout: Path) -> None:
-    words, run = printed("--config llama3.llama3_debugmodel"), checkout / "outputs"
-    process = launch(words, checkout)
-    try:
-        while not steps(run) and process.poll() is None:
-            time.sleep(0.2)
-        process.send_signal(signal.SIGTERM)  # torchrun passes it on
-        process.wait(timeout=120)
-    finally:
-        process.kill()
-    output = checkout / "output.txt"
-    (stopped,) = complete_steps(run / "checkpoint")
-    assert stopped == steps(run)[-1] < 10, output.read_text()[-4000:]
+    words, run = printed("--config llama3.llama3_debugmodel"), Run(checkout / "outputs", 2)
+    command = start(words, checkout)
+    metrics = run.folder / "metrics.jsonl"
+    command.wait_until(lambda: metrics.exists() and run.losses())
+    command.process.send_signal(signal.SIGTERM)  # torchrun passes it on
+    command.process.wait(timeout=120)
+    (stopped,) = run.complete()
+    assert stopped == max(run.losses()) < 10, command.output()[-4000:]
 
-    assert launch(words, checkout).wait(timeout=400) == 0, output.read_text()[-4000:]
-    assert steps(run) == [*range(1, 11)]
-    assert f"training resumes at step {stopped + 1} of 10" in output.read_text()
-    source = find_source(run / "checkpoint" / "step-10")
+    output = start(words, checkout).end()
+    assert [*run.losses()] == [*range(1, 11)]
+    assert f"training resumes at step {stopped + 1} of 10" in output
+    source = find_source(run.folder / "checkpoint" / "step-10")
     assert (source.model.name, source.model.flavor) == ("llama3", "debugmodel")
     assert source.tokenizer.kind == "hf"
 
 
-@pytest.mark.parametrize(
-    "start", ["amo train configs/debug_llama3", "-m torchtitan_ext.train", "--config debug_llama3"]
-)
-def test_a_toml_file_trains(tmp_path: Path, start: str) -> None:
-    (tmp_path / "configs").symlink_to(ROOT / "configs")
-    process = launch(printed(start), tmp_path)
-    assert process.wait(timeout=400) == 0, (tmp_path / "output.txt").read_text()[-4000:]
-    assert steps(tmp_path / "outputs" / "debug_llama3")[-1] == 20
+def test_a_toml_file_trains_alike_through_all_doors(tmp_path: Path) -> None:
+    losses = []
+    for door in ("amo train configs/", "-m torchtitan_ext.train", "--config debug_llama3"):
+        folder = tmp_path / str(len(losses))
+        folder.mkdir()
+        (folder / "configs").symlink_to(ROOT / "configs")
+        words = [*printed(door), "--optimizer.lr=2e-3"]  # the rate of the first command
+        Command(words, folder).end()
+        losses.append(Run(folder / "outputs" / "debug_llama3", 2).losses())
+    assert max(losses[0]) == 20
+    assert losses[0] == losses[1] == losses[2]
 
 
 @pytest.mark.parametrize("page", ["docs/torchtitan.md", "launch/README.md"])
@@ -119,18 +102,15 @@ def test_the_preflight_predicts_a_run_on_a_machine_without_its_data(
     tmp_path: Path, page: str
 ) -> None:
     (tmp_path / "configs").symlink_to(ROOT / "configs")
-    process = launch(printed("amo preflight configs/", page), tmp_path)
-    assert process.wait(timeout=400) == 0, (tmp_path / "output.txt").read_text()[-4000:]
+    start(printed("amo preflight configs/", page), tmp_path).end()
 
 
 def test_the_doctor_probes_this_machine(tmp_path: Path) -> None:
     (tmp_path / "launch").symlink_to(ROOT / "launch")
     (tmp_path / "outputs").mkdir()
-    process = launch(printed("doctor.sh --probe", "launch/README.md"), tmp_path)
-    output = tmp_path / "output.txt"
-    assert process.wait(timeout=400) == 0, output.read_text()[-4000:]
-    assert "ok   network: " in output.read_text()
-    assert "ok   disk: " in output.read_text()
+    output = start(printed("doctor.sh --probe", "launch/README.md"), tmp_path).end()
+    assert "ok   network: " in output
+    assert "ok   disk: " in output
 
 
 # ------------------------------------------------------------------ dry runs

@@ -13,10 +13,10 @@ from unittest import mock
 
 import pytest
 
+from tests.integration.processes import CPU, ROOT, Command
 from torchtitan_ext import environment as ranks
 from torchtitan_ext.runs.run_files import complete_steps
 
-ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "launch"
 CONFIG = "configs/qwen3_1.7b.toml"
 
@@ -42,14 +42,11 @@ def stub(folder: Path, name: str, body: str) -> None:
 
 def variables(folder: Path, **changes: str) -> dict[str, str]:
     """The environment of a job of two nodes in which a user's environment is active."""
-    outside = {name: text for name, text in os.environ.items() if not name.startswith("SLURM_")}
+    outside = {name: text for name, text in CPU.items() if not name.startswith("SLURM_")}
     return {
         **outside,
-        "PATH": os.pathsep.join(
-            [str(folder), str(Path(sys.executable).parent), os.environ["PATH"]]
-        ),
+        "PATH": f"{folder}{os.pathsep}{CPU['PATH']}",
         "VIRTUAL_ENV": sys.prefix,
-        "PYTHONPATH": str(ROOT),
         "SLURM_SUBMIT_DIR": str(ROOT),
         "SLURM_JOB_ID": "123456",
         "SLURM_JOB_NODELIST": "n[1-2]",
@@ -179,7 +176,7 @@ def test_a_mistake_that_a_start_would_report_ends_the_job_before_the_probe(job: 
     """The question for the newest step, asked of the real command here, was answered with 0."""
     stub(job.folder, "python", f'exec {sys.executable} "$@"')
     mistakes = ["--training.steps=-5", "--optimizer.name=Foo"]
-    status, output, calls = job.end(job.start(*mistakes, AMO_DEVICE="cpu", GPUS="2"))
+    status, output, calls = job.end(job.start(*mistakes, GPUS="2"))
     assert (status, calls) == (2, [])
     assert all(f"error: {name}" in output for name in ("training.steps", "optimizer.name"))
 
@@ -329,26 +326,14 @@ echo $$ > {folder}/pid
 export SLURMD_NODENAME=localhost
 exec "$@"''',
     )
-    environment = variables(
-        folder, GPUS="2", AMO_DEVICE="cpu", OMP_NUM_THREADS="1", SLURM_JOB_NODELIST="localhost"
-    )
+    environment = variables(folder, GPUS="2", SLURM_JOB_NODELIST="localhost")
     options = [f"--dump_folder={run}", "--checkpoint.enable", "--metrics.log_freq=1"]
     script = ["bash", str(LAUNCH / "train.slurm"), "configs/debug_llama3.toml", *options]
 
-    def start(steps: int) -> subprocess.Popen[str]:
-        command = [*script, f"--training.steps={steps}"]
-        return subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-
-    job = start(4000)
-    while not (run / "metrics.jsonl").exists():
-        assert job.poll() is None, job.communicate()
-        time.sleep(0.1)
+    job = Command([*script, "--training.steps=4000"], tmp_path, environment)
+    job.wait_until((run / "metrics.jsonl").exists)
     time.sleep(2)
-    job.send_signal(signal.SIGUSR1)
-    output, _ = job.communicate(timeout=300)
-    assert job.returncode == 75, output
+    output = job.stop(signal.SIGUSR1, 75)
     (step,) = complete_steps(run / "checkpoint")
     for line in (
         "ok   arithmetic: ",
@@ -358,12 +343,9 @@ exec "$@"''',
         f"[amo] ended with status 75, saved until step {step}\n",
     ):
         assert line in output
-    assert (folder / "calls").read_text() == "requeue 123456\n"
 
     last = step + 14  # enough for a plan to lock
-    job = start(last)
-    output, _ = job.communicate(timeout=400)
-    assert job.returncode == 0, output
+    output = Command([*script, f"--training.steps={last}"], tmp_path, environment).end()
     assert f"training resumes at step {step + 1} of {last}" in output
     assert (folder / "calls").read_text() == "requeue 123456\n"
 

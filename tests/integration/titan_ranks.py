@@ -153,6 +153,10 @@ class Run:
             dcp_to_torch_save(str(self.folder / "checkpoint" / f"step-{step}"), str(path))
         return flat(torch.load(path, weights_only=False))
 
+    def first_rank(self) -> int:
+        """Process of the rank that holds the folder."""
+        return int((self.folder / "lock.holder").read_text().split()[1])
+
     def complete(self) -> list[int]:
         """Steps of the complete checkpoints."""
         found = self.folder.glob("checkpoint/step-*/.metadata")
