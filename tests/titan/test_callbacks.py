@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 
 from torchtitan_ext import config_registry
-from torchtitan_ext.config import settings
 from torchtitan_ext.plugin import models
 from torchtitan_ext.plugin.callbacks import Callback, CallbackError, Callbacks
-from torchtitan_ext.plugin.metrics import MetricsProcessor
 
 
 class Rank(Callback):
@@ -41,29 +39,6 @@ def test_an_error_of_a_callback_keeps_its_cause() -> None:
     with pytest.raises(CallbackError, match=match) as caught:
         callbacks.figures("three", {})  # type: ignore[arg-type]
     assert isinstance(caught.value.__cause__, TypeError)
-
-
-@pytest.mark.parametrize(
-    "option",
-    [
-        "model.name=no_such",
-        "model.name=json",
-        "dataloader.dataset=json.Encoder",
-        "dataloader.dataset=json.decoder.JSONDecoder",
-    ],
-)
-def test_a_path_that_leads_nowhere_is_named(option: str) -> None:
-    field = option.partition("=")[0]
-    with pytest.raises(ValueError, match=f"{field}: found "):
-        settings.parse(["--tokenizer.kind=byte", f"--{option}"])
-
-
-@pytest.mark.parametrize("path", ["json.JSONDecoder", "Notes", "no_such.Notes", "logging.Logger"])
-def test_a_class_that_is_none_is_named(path: str) -> None:
-    with pytest.raises(ValueError, match=r"^metrics\.callbacks: found "):
-        Callbacks([path])
-    with pytest.raises(ValueError, match=r"^metrics\.processor: found "):
-        MetricsProcessor.Config(processor=path).build()
 
 
 def test_a_module_beside_the_config_is_found(

@@ -252,20 +252,6 @@ def test_a_config_is_checked_without_a_word_about_its_defaults(
     assert checkpoints.CheckpointManager.Config(last_save_in_hf=True).last_save_model_only
 
 
-@pytest.mark.parametrize(
-    ("fields", "field"),
-    [
-        ({"interval": 20, "keep_every": 30}, "keep_every"),
-        ({"stop_seconds": 0}, "stop_seconds"),
-        ({"folder": "s3://bucket/run"}, "folder"),
-        ({"interval": 0}, "interval"),
-    ],
-)
-def test_a_wrong_field_is_named(fields: dict[str, Any], field: str) -> None:
-    with pytest.raises(ValueError, match=field):
-        checkpoints.CheckpointManager.Config(**fields)
-
-
 def test_schedules_go_on_from_the_peak_that_was_loaded(saved: Path) -> None:
     with opened(saved, {"lr": 1e-3, "on_config_change": "keep_checkpoint"}) as run:
         assert run.load() == 10

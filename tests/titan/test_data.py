@@ -184,31 +184,6 @@ def test_a_position_in_other_data_is_refused(corpus: Path, tmp_path: Path) -> No
         one.load_state_dict({"offset": 3})
 
 
-@pytest.mark.parametrize(
-    ("fields", "field"),
-    [
-        ({"dataset": "fineweb-edu"}, "dataset"),
-        ({"dataset_path": None}, "dataset_path"),
-        ({"dataset_path": "nowhere"}, "dataset_path"),
-        ({"dataset_path": "a=1,b"}, "dataset_path"),
-        ({"dataset_path": "a=1,b=0.0001"}, "dataset_path"),
-        ({"dataset_path": "a=1,b=1", "infinite": False}, "dataset_path"),
-        ({"order": "ascend"}, "order"),
-        ({"dataset": "stdlib", "order": "ascend"}, "order"),
-    ],
-)
-@pytest.mark.parametrize("kind", [PackedLoader, ValidationLoader])
-def test_what_cannot_be_read_is_named(
-    kind: Any, fields: dict[str, Any], field: str, corpus: Path
-) -> None:
-    config = kind.Config(**{"dataset": "packed", "dataset_path": str(corpus), **fields})
-    section = "validator.dataloader" if kind is ValidationLoader else "dataloader"
-    with pytest.raises(ValueError, match=rf"^{section}\.{field}: "):
-        build(config)
-    with pytest.raises(ValueError, match=r"^training\.seq_len: "):
-        build(packed(corpus), seq_len=500)
-
-
 # ------------------------------------------------------------------ read ahead
 
 

@@ -18,7 +18,6 @@ from tiktoken_ext import openai_public
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from tests.titan.data_corpus import BPE_SIZE, END, TURN, bpe_folder
-from torchtitan_ext.data import tokenizers
 from torchtitan_ext.data.tokenizers import ByteTokenizer, HFTokenizer, TiktokenTokenizer
 
 BPE = "bpe.tiktoken"
@@ -111,24 +110,3 @@ def test_the_end_token_may_be_another_than_that_of_the_config(tmp_path: Path) ->
     assert other.encode("a", add_eos=True)[-1] == other.eos_id == BPE_SIZE + 2
     shutil.copy(bpe_folder() / "tokenizer.json", tmp_path)
     assert HFTokenizer(str(tmp_path / "tokenizer.json"), END).eos_id == BPE_SIZE
-
-
-@pytest.mark.parametrize(
-    ("fields", "field"),
-    [
-        ({"path": "nowhere"}, "path"),
-        ({"path": str(bpe_folder()), "eos_token": "<eos>"}, "eos_token"),
-        ({"kind": "tiktoken"}, "path"),
-        ({"kind": "tiktoken", "path": str(bpe_folder() / "tokenizer.json")}, "path"),
-        ({"kind": "tiktoken", "path": str(bpe_folder() / BPE), "eos_token": "<eos>"}, "eos_token"),
-        ({"kind": "tiktoken", "encoding": "gpt2"}, "encoding"),
-        ({"kind": "tiktoken", "encoding": "gpt2", "path": str(bpe_folder() / BPE)}, "encoding"),
-    ],
-)
-def test_what_makes_no_tokenizer_is_named(
-    fields: dict[str, Any], field: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")  # no download
-    with pytest.raises(ValueError, match=rf"^tokenizer\.{field}: "):
-        tokenizers.Tokenizer.Config(**fields).build(tokenizer_path=str(tmp_path))

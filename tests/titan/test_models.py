@@ -55,19 +55,6 @@ def test_sdpa_is_in_every_block(flavor: str) -> None:
     assert all(isinstance(one, ScaledDotProductAttention.Config) for one in inner)
 
 
-@pytest.mark.parametrize(
-    ("values", "field"),
-    [
-        ({"name": "llama5"}, "name"),
-        ({"flavor": "9B"}, "flavor"),
-        ({"name": "gpt_oss"}, "attention"),
-    ],
-)
-def test_mistakes(values: dict[str, str], field: str) -> None:
-    with pytest.raises(ValueError, match=rf"^model\.{field}: found "):
-        models.spec(models.Model(**values))  # type: ignore[arg-type]
-
-
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="for machines without an accelerator")
 @pytest.mark.parametrize("attention", ["flex", "varlen"])
 def test_attention_that_does_not_train_on_a_cpu(attention: Literal["flex", "varlen"]) -> None:

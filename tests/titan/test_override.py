@@ -72,24 +72,6 @@ def test_others_of_the_family_have_their_names(token: str, name: str, schedule: 
     assert section.muon.schedule in (schedule, "kj")
 
 
-@pytest.mark.parametrize(
-    ("token", "field"),
-    [
-        ('amo={"observe_til": 1}', "observe_til"),
-        ('amo={"lr": "1e-3"}', "lr"),
-        ('amo={"observe_until": 2.5}', r"amo\.observe_until"),
-        ('amo={"no_decay": [1]}', "no_decay"),
-        ('amo={"callbacks": "notes.Notes"}', "callbacks"),
-        ('amo={"stop_seconds": 0}', "stop_seconds"),
-        ('amo={"name": "AdamW"}', "name"),
-        ('muon={"name": "AMO"}', "name"),
-    ],
-)
-def test_fields_are_checked(token: str, field: str) -> None:
-    with pytest.raises(ValueError, match=rf"^override\.imports: {field}: found "):
-        applied(llama3_debugmodel(), f"torchtitan_ext.override.{token}")
-
-
 def test_groups_of_the_config_stay() -> None:
     config = registry_of_qwen3.qwen3_debugmodel_moe_param_groups()
     config.parallelism.spmd_backend = machine.spmd_backend()

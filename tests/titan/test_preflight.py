@@ -189,19 +189,6 @@ def test_logits_must_fit_and_chunks_divide_them(
 # ------------------------------------------------------------------ figures
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["muon", "adamw"])
-@pytest.mark.parametrize("model", SPECS)
-def test_the_papers_configs_are_in_order(model: str, family: str) -> None:
-    name = model.lower().replace("llama-", "llama").replace("-", "_")
-    run = RUNS[family][model]
-    predicted = report(name + ("_adamw_paper" if family == "adamw" else ""), run["gpus"])
-    assert predicted["parameters"][-1]["elements"] == SPECS[model]["total_params"]
-    assert predicted["run"]["accumulated batches"] == run["grad_accum"]
-    assert predicted["run"]["tokens"] == pytest.approx(run["tokens_b"] * 1e9, abs=0.025e9)
-    assert (elements(predicted, muon=True) == 0) == (family == "adamw")
-
-
 def test_one_rank_sends_nothing_and_does_all_work() -> None:
     predicted = report("debug_qwen3", 1)
     row = predicted[STEP]["round_robin"]

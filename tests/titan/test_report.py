@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import html.parser
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -97,32 +97,6 @@ def test_the_table_has_the_last_numbers_of_each_run(tmp_path: Path) -> None:
     assert "validation loss" not in rows
 
 
-class Page(html.parser.HTMLParser):
-    """Checks that tags nest, and keeps sources and text."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.sources: list[str | None] = []
-        self.tags: list[str] = []
-        self.text = ""
-        self.feed(text)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.sources += [value for name, value in attrs if name in ("src", "href")]
-        if tag not in ("meta", "img"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, text: str) -> None:
-        self.text += text
-
-
 @pytest.mark.slow
 def test_the_page_opens_offline_and_shows_what_runs_have(tmp_path: Path) -> None:
     metrics = [metric(10), metric(20), metric(30)]
@@ -132,11 +106,13 @@ def test_the_page_opens_offline_and_shows_what_runs_have(tmp_path: Path) -> None
     second = write_run(tmp_path / "x" / "run", [metric(10, num_steps_by_type={}, phase="")])
     output = tmp_path / "out" / "report.html"
     assert main(["report", str(first), str(second), "-o", str(output)]) == 0
-    page = Page(output.read_text("utf-8"))
-    assert {"script", "link"}.isdisjoint(page.tags)
-    assert all(str(source).startswith("data:image/") for source in page.sources)
-    assert page.tags.count("img") == 3  # training, schedule and geometry of the first
-    assert {"a&b/run", "x/run"} <= {*page.text.split("\n"), *page.text.split()}
+    page = output.read_text("utf-8")
+    assert not re.search("<(script|link)", page)
+    sources = re.findall(r'(?:src|href)="(.*?)"', page)
+    assert all(source.startswith("data:image/") for source in sources)
+    assert len(sources) == 3  # training, schedule and geometry of the first
+    assert ">a&amp;b/run<" in page
+    assert ">x/run<" in page
     with pytest.raises(ValueError, match="RUN"):
         data.load([first, first])
 

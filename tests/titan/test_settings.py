@@ -149,21 +149,6 @@ def test_all_fields_that_do_not_fit_together_are_named_at_once(tmp_path: Path) -
     assert fields == ["optimizer.name", "model.flavor", "training.steps"]
 
 
-@pytest.mark.parametrize(
-    ("options", "field"),
-    [
-        (["--parallelism.data_parallel_shard_degree=2"], "parallelism"),
-        (["--parallelism.tensor_parallel_degree=0"], "parallelism"),
-        (["--training.global_batch_size=8"], "training.global_batch_size"),
-        (["--training.global_batch_size=0"], "training.global_batch_size"),
-        (["--training.local_batch_size=0"], "training.local_batch_size"),
-    ],
-)
-def test_a_config_that_does_not_fit_the_world_is_refused(options: list[str], field: str) -> None:
-    with pytest.raises(ValueError, match=rf"^{field}: "):
-        settings.resolve(str(CONFIGS / "quickstart.toml"), options, 3)
-
-
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_a_wrong_option_is_told_by_the_first_rank(
     rank: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
