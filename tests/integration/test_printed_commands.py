@@ -86,7 +86,7 @@ def test_a_stock_config_trains_on_cpus_stops_and_goes_on(checkout: Path) -> None
 
 def test_a_toml_file_trains_alike_through_all_doors(tmp_path: Path) -> None:
     losses = []
-    for door in ("amo train configs/", "-m torchtitan_ext.train", "--config debug_llama3"):
+    for door in ("amo train configs/debug", "-m torchtitan_ext.train", "--config debug_llama3"):
         folder = tmp_path / str(len(losses))
         folder.mkdir()
         (folder / "configs").symlink_to(ROOT / "configs")
