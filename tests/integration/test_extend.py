@@ -62,7 +62,7 @@ def test_an_experiment_is_killed_and_resumed_to_the_bit(
     write_files(tmp_path)
     run = Run(tmp_path / FOLDERS[start], 2)
     command = launch(start, tmp_path)
-    command.wait_until(lambda: 10 in run.complete())
+    command.wait_until(lambda: 12 in run.losses())
     os.kill(run.first_rank(), signal.SIGKILL)
     command.end(1)
     launch(start, tmp_path).end()
