@@ -21,9 +21,7 @@ CONFIGS = ROOT / "configs"
 BIG = sorted(
     path for path in CONFIGS.glob("*.toml") if path.stem.startswith(("qwen3_", "llama3.1_", "cpt_"))
 )
-SMALL = sorted(
-    CONFIGS / f"{name}.toml" for name in ("quickstart", "debug_llama3", "debug_qwen3", "smoke_h100")
-)
+SMALL = sorted({*CONFIGS.glob("*.toml")} - {*BIG})
 
 # One process takes the step of one config after the other: the imports cost more than the step.
 PROGRAM = """
@@ -135,11 +133,6 @@ def test_one_step_of_every_config_of_the_paper(family: str, tmp_path: Path) -> N
 def test_one_step_of_the_small_configs(tmp_path: Path) -> None:
     records = dry_run(SMALL, tmp_path)
     assert {record["step"] for record in records.values()} == {1}
-
-
-def test_every_config_is_tried() -> None:
-    tried = {path.stem for path in (*BIG, *SMALL)}
-    assert {path.stem for path in CONFIGS.glob("*.toml")} == tried
 
 
 @pytest.mark.slow
