@@ -1,7 +1,8 @@
 """What NCCL refuses, hangs on or mixes up, refused in collectives over gloo.
 
 `tests.simulated_device` refuses CPU tensors among them; this compares what the ranks are about to
-do, and what is under way.
+do, and what is under way. No kernel may write to the memory of a collective under way, or read what
+it receives; an all-to-all delivers as late as it may, when somebody waits.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from tests.simulated_device import SimulatedTensor
 
 
 class NcclError(AssertionError):
@@ -23,23 +27,55 @@ class NcclError(AssertionError):
 
 
 class _Work:
-    """Of a collective under way."""
+    """A collective under way.
 
-    def __init__(self, work: Any, what: str, tensors: list[Tensor]) -> None:
-        self._work, self.what, self._tensors, self.is_over = work, what, tensors, False
+    Args:
+        work: Work of gloo.
+        what: Name of the collective.
+        tensors: Tensors that it reads or writes.
+        late: Tensor that it receives, and the values that are to arrive there; None for one that
+            writes at once.
+    """
 
-    def uses(self, tensor: Tensor) -> bool:
-        """Whether it may still read or write memory of ``tensor``."""
-        (start, stop), mine = _memory(tensor), map(_memory, self._tensors)
-        return not self.is_over and any(low < stop and start < high for low, high in mine)
+    def __init__(
+        self, work: Any, what: str, tensors: list[Tensor], late: tuple[Tensor, Tensor] | None
+    ) -> None:
+        self._work, self.what, self.tensors, self._late = work, what, tensors, late
+        self.received = tensors if late is None else [late[0]]
+        self.is_over = False
 
     def wait(self) -> None:
         self._work.wait()
         self.is_over = True
+        if self._late is not None:
+            target, values = self._late
+            target.copy_(values)
+
+
+def _overlap(tensor: Tensor, others: list[Tensor]) -> bool:
+    start, stop = _memory(tensor)
+    return any(low < stop and start < high for low, high in map(_memory, others))
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:
-    return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+    """Addresses from the first element to behind the last; none for an empty tensor."""
+    if not tensor.numel():
+        return 0, 0
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    size = 1 + sum((length - 1) * stride for length, stride in pairs)
+    return tensor.data_ptr(), tensor.data_ptr() + size * tensor.element_size()
+
+
+class _Kernels(TorchDispatchMode):
+    """Shows every kernel to the checks."""
+
+    def __init__(self, checks: Nccl) -> None:
+        super().__init__()
+        self._checks = checks
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._checks.check_kernel(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
 
 
 OBJECTS = (
@@ -71,16 +107,41 @@ class Nccl:
         for tensor in tensors:
             if not tensor.is_contiguous():
                 raise NcclError(f"{name}: a tensor that is not contiguous")
-            if any(work.uses(tensor) for work in self._under_way):
+            if any(_overlap(tensor, work.tensors) for work in self._left()):
                 raise NcclError(f"{name}: memory that another collective uses")
         # These collectives are the check's own: they are over the CPU.
         with _disable_current_modes():
             self._check_alike(name, tensors, args, kwargs)
+        late = None
+        if kwargs.get("async_op") and name == "all_to_all_single":
+            target, *rest = args
+            late = target, torch.empty_like(target)
+            target.view(torch.uint8).fill_(255)  # NaN in every floating dtype
+            args = (late[1], *rest)
         found = collective(*args, **kwargs)
         if kwargs.get("async_op"):
-            self._under_way.append(_Work(found, name, tensors))
+            self._under_way.append(_Work(found, name, tensors, late))
             return self._under_way[-1]
         return found
+
+    def check_kernel(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """Refuse a kernel on memory of a collective under way."""
+        works, schema = self._left(), func._schema
+        is_write = {a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write}
+        is_view = not is_write and any(result.alias_info for result in schema.returns)
+        if not works or is_view or func.namespace == "c10d":
+            return
+        names = [argument.name for argument in schema.arguments]
+        for name, value in (*zip(names, args, strict=False), *kwargs.items()):
+            for tensor in _flat([value]):
+                if type(tensor) not in (Tensor, SimulatedTensor):
+                    continue
+                for work in works:
+                    if _overlap(tensor, work.tensors if name in is_write else work.received):
+                        raise NcclError(f"{func}: memory that {work.what} may still use")
+
+    def _left(self) -> list[_Work]:
+        return [work for work in self._under_way if not work.is_over]
 
     def _check_alike(self, name: str, tensors: list[Tensor], args: Any, kwargs: Any) -> None:
         """Order and sizes, which NCCL does not compare: it hangs, or mixes up bytes."""
@@ -103,8 +164,7 @@ class Nccl:
 
     def check_waited(self) -> None:
         """All that was started has been waited for."""
-        left = [work.what for work in self._under_way if not work.is_over]
-        if left:
+        if left := [work.what for work in self._left()]:
             raise NcclError(f"not waited for: {left}")
         self._under_way = []
 
@@ -145,5 +205,6 @@ def nccl() -> Iterator[Nccl]:
             stack.enter_context(mock.patch.object(dist, name, checked(name)))
         for name in OBJECTS:
             stack.enter_context(mock.patch.object(dist, name, refuse(name)))
+        stack.enter_context(_Kernels(checks))
         yield checks
         checks.check_waited()

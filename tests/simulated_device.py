@@ -204,9 +204,10 @@ def _spoil(new: Tensor) -> Tensor:
 
 
 def _caller() -> str:
-    """The line outside of PyTorch and of this file that is under way."""
+    """The line outside of PyTorch and of the checks that is under way."""
     frame, torchs = sys._getframe(1), str(Path(torch.__file__).parent)
-    while frame.f_back and frame.f_code.co_filename.startswith((torchs, __file__)):
+    checks = __file__, str(Path(__file__).with_name("nccl.py"))
+    while frame.f_back and frame.f_code.co_filename.startswith((torchs, *checks)):
         frame = frame.f_back
     path = Path(frame.f_code.co_filename)
     return f"{path.parent.name}/{path.name}:{frame.f_lineno}"

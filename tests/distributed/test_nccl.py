@@ -47,10 +47,27 @@ def refused(rank: int, world_size: int) -> list[str]:
         finally:
             work.wait()
 
+    def kernel_on_memory_in_use() -> None:
+        work = dist.all_reduce(x, async_op=True)
+        assert work is not None
+        try:
+            x[2:].mul_(2)
+        finally:
+            work.wait()
+
+    def result_read_too_early() -> None:
+        received = torch.zeros(4)
+        work = dist.all_to_all_single(received, x, async_op=True)
+        assert work is not None
+        try:
+            received.sum()
+        finally:
+            work.wait()
+
     found = []
     for misuse in (
         *(unlike_sizes, unlike_order, unlike_splits, strided, objects, another_thread),
-        *(unfinished, memory_in_use),
+        *(unfinished, memory_in_use, kernel_on_memory_in_use, result_read_too_early),
     ):
         with pytest.raises(NcclError) as raised, nccl():
             misuse()
@@ -60,7 +77,11 @@ def refused(rank: int, world_size: int) -> list[str]:
 
 def test_what_nccl_refuses_is_refused(run_on: Ranks) -> None:
     expected = ("ranks differ", "ranks differ", "is sent", "not contiguous", "not on devices")
-    others = ("two threads", "not waited for", "another collective uses")
+    others = ["two threads", "not waited for", "another collective uses"]
+    others += [
+        "mul_.Tensor: memory that all_reduce may",
+        "sum.default: memory that all_to_all_sing",
+    ]
     for found in run_on(2)(refused):
         for error, part in zip(found, (*expected, *others), strict=True):
             assert part in error
