@@ -190,7 +190,8 @@ class GuardConfig:
     skip the step (``skip_step``)."""
     ns_guard_every: int = 100
     """Optimizer steps between two measurements of a residual. Each measures one orthogonalized
-    matrix; all matrices take turns. AMO warns of a residual above 1.1. 0: no measurements."""
+    matrix: in step 1 the largest, then all in turn. AMO warns of a residual above 1.1. 0: no
+    measurements."""
     on_config_change: str = "error"
     """Reaction if a checkpoint was saved with other settings, and they change results: ``error``;
     ``keep_checkpoint`` continues with the settings of the checkpoint, but cannot keep another

@@ -1,4 +1,4 @@
-"""What a locked step asks of a device: operations, and waits of the host.
+"""What a locked step asks of a device: operations, bytes, and waits of the host.
 
 ``python -m benchmarks.launches`` runs one of 32 ranks on the simulated device of the tests, with
 the shards and the plan of that rank, matrices of the number and kinds of Qwen3-1.7B but narrower,
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,10 +22,11 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from amo_dist import Muon, MuonConfig, param_groups
+from amo_dist.distributed.layout import local_tensor
 from benchmarks.measure import report
 from benchmarks.shapes import MODELS, shapes_by_name
 from tests.distributed.models import build
-from tests.simulated_device import simulated_device
+from tests.simulated_device import Device, simulated_device
 
 RANKS, WHOLE, NARROWER = 32, MODELS["Qwen3-1.7B"], 32
 """Ranks; the model; the number by which its widths are divided to count."""
@@ -41,39 +41,56 @@ VIEWS = frozenset(
 
 def main(args: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.launches", description=__doc__)
-    parser.add_argument("--param-dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--params", default="float32", choices=("float32", "bfloat16", "master"))
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(args)
-    operations, waits = count(getattr(torch, options.param_dtype))
+    device, num_elements = count(options.params)
+    # Products are counted by their flops elsewhere; zeros stand in for transfers here.
+    passes = [x for name, x in device.bytes.items() if not name.endswith(("mm", "zero_"))]
     row = {
-        "operations": sum(operations.values()),
-        "views": sum(number for name, number in operations.items() if name in VIEWS),
-        "waits": sum(waits.values()),
+        "operations": device.operations.total(),
+        "views": sum(device.operations[name] for name in VIEWS),
+        "waits": device.waits.total(),
+        "bytes_per_element": round(sum(passes) / num_elements, 1),
     }
-    print(dict(Counter(operations).most_common(12)), waits)
+    print(dict(device.operations.most_common(12)), dict(device.waits))
+    bytes_by_name = {name: number / num_elements for name, number in device.bytes.most_common(12)}
+    print({name: round(number, 1) for name, number in bytes_by_name.items()})
     report("launches", [row], options.output, vars(options))
     return 0
 
 
-def count(dtype: torch.dtype) -> tuple[dict[str, int], dict[str, int]]:
-    """Operations of a step by name, and waits by line."""
+def count(params: str) -> tuple[Device, int]:
+    """The device after one step, and elements of the rank's shards of matrices.
+
+    Args:
+        params: Dtype of the parameters, or ``master``: bfloat16 with master weights.
+    """
     torch.set_num_threads(1)
+    is_master = params == "master"
     with simulated_device() as device:
         # Collectives of this group move nothing.
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
         try:
+            dtype = torch.bfloat16 if is_master else getattr(torch, params)
             module = make_module(init_device_mesh("cuda", (RANKS,)), dtype)
-            # A narrower model has as many buckets.
-            bucket_bytes = MuonConfig().bucket_bytes // NARROWER**2
-            config = MuonConfig(ns_guard_every=0, bucket_bytes=bucket_bytes)
+            config = MuonConfig(
+                ns_guard_every=0,
+                # A narrower model has as many buckets.
+                bucket_bytes=MuonConfig().bucket_bytes // NARROWER**2,
+                bfloat16_params="master" if is_master else "nearest",
+            )
             optimizer = Muon(param_groups(module), lr=1e-3, config=config)
+            states = optimizer.state.values()
+            momenta = [state["momentum_buffer"] for state in states if "momentum_buffer" in state]
+            num_elements = sum(local_tensor(momentum).numel() for momentum in momenta)
             for _ in range(WARMUP):
                 renew_gradients(module)
                 device.clear()
                 step(optimizer)
         finally:
             dist.destroy_process_group()
-        return device.operations, device.waits
+        return device, num_elements
 
 
 def make_module(mesh: DeviceMesh, dtype: torch.dtype, narrower: int = NARROWER) -> nn.Module:

@@ -133,6 +133,7 @@ class Device:
 
     Attributes:
         operations: How often each operation was run on it.
+        bytes: Bytes that each operation read and wrote, views not counted.
         waits: How often the host waited for it: ``_to_copy at engine/ballot.py:12``.
         collectives: How often each collective was called.
     """
@@ -140,6 +141,7 @@ class Device:
     def __init__(self, backends: str) -> None:
         self.backends = backends
         self.operations: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
         self.waits: Counter[str] = Counter()
         self.collectives: Counter[str] = Counter()
         self.time = self.num_copies = 0
@@ -149,7 +151,7 @@ class Device:
 
     def clear(self) -> None:
         """Begin to count anew."""
-        for counter in (self.operations, self.waits, self.collectives):
+        for counter in (self.operations, self.bytes, self.waits, self.collectives):
             counter.clear()
 
     def held_bytes(self, without: Iterable[Tensor] = ()) -> int:
@@ -263,7 +265,28 @@ def _run(func: Any, args: Any, kwargs: Any, types: Any = ()) -> Any:
             return value
         return known[id(value)] if id(value) in known else SimulatedTensor(value)
 
-    return _map(wrapped, found)
+    result = _map(wrapped, found)
+    if here or is_ours:
+        device.bytes[name] += _traffic(func, name, args, here, result)
+    return result
+
+
+def _traffic(func: Any, name: str, args: Any, here: list[Tensor], result: Any) -> int:
+    """Bytes of memory that an operation reads and writes."""
+    results = [each for each in _tensors([result]) if isinstance(each, SimulatedTensor)]
+    read = {id(each): each for each in here}
+    new = [each for each in results if id(each) not in read]
+    storages = {each.untyped_storage()._cdata for each in here}
+    if name.startswith(("empty", "new_empty")) or any(
+        each.untyped_storage()._cdata in storages for each in new
+    ):
+        return 0  # views, and memory that nobody has written yet
+    pairs = zip(func._schema.arguments, args, strict=False)
+    written = [value for spec, value in pairs if spec.alias_info and spec.alias_info.is_write]
+    changed = _tensors(written)
+    if name.rstrip("_").endswith(("copy", "fill", "zero")):  # these do not read what they write
+        read = {key: each for key, each in read.items() if not any(each is x for x in changed)}
+    return sum(each.numel() * each.element_size() for each in (*read.values(), *changed, *new))
 
 
 def _map(use: Callable[[Any], Any], value: Any) -> Any:

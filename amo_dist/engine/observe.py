@@ -105,6 +105,15 @@ def _measure(
     return values, failure
 
 
-def matrix_to_check(registry: Sequence[MatrixInfo], turn: int) -> str | None:
-    """The matrix whose residual is measured at a turn, counted from 1: all take turns by name."""
-    return registry[(turn - 1) % len(registry)].name if registry else None
+def matrix_to_check(registry: Sequence[MatrixInfo], step: int, every: int) -> str | None:
+    """The matrix whose residual is measured at a step, counted from 1; None for none.
+
+    All take turns by name, one in ``every`` steps. In step 1 it is the largest one, so that a
+    device without memory for that is noticed at once.
+    """
+    if not every or not registry:
+        return None
+    if step == 1:
+        return max(registry, key=lambda matrix: math.prod(matrix.shape)).name
+    turn, rest = divmod(step, every)
+    return registry[(turn - 1) % len(registry)].name if not rest else None

@@ -72,10 +72,11 @@ from amo_dist.engine.parameters import (
 from amo_dist.engine.rule import MatrixSums, UpdateRule
 from amo_dist.engine.world import World
 from amo_dist.kernels.elementwise import (
+    GROUP_ELEMENTS,
     ROUNDED_OFF,
     apply_update,
     drop_nonfinite,
-    master_weight,
+    master_weights,
     nesterov,
     real,
     set_weights,
@@ -170,6 +171,50 @@ class Step:
     results: list[tuple[Piece, Tensor]] = dataclasses.field(default_factory=list)
     outcomes: list[tuple[tuple[str, ...], Tensor]] = dataclasses.field(default_factory=list)
     norms: list[tuple[float, Tensor]] = dataclasses.field(default_factory=list)
+
+
+class Update(NamedTuple):
+    """A change of a parameter, or of a region of it."""
+
+    local: LocalParam
+    change: Tensor
+    """Gradient of AdamW, orthogonalized momentum, or new weights."""
+    region: Region | None = None
+    """None: all of the parameter."""
+    scale: float = 1.0
+    """Factor on orthogonalized momentum beside the learning rate."""
+
+    def view(self, whole: Tensor) -> Tensor:
+        """The part of the parameter, or of a state in its shape, that changes."""
+        return whole if self.region is None else self.region.view(whole)
+
+
+def batches(updates: Sequence[Update]) -> Collection[list[Update]]:
+    """Updates that are computed together: those of one group.
+
+    Updates of master weights are in parts: float32 copies of all would be a second model in memory.
+    """
+    parts: dict[Hashable, list[Update]] = defaultdict(list)
+    num_lent = 0
+    for update in updates:
+        part = 0
+        if ROUNDED_OFF in update.local.state:
+            num_lent += update.change.numel()
+            part = 1 + num_lent // GROUP_ELEMENTS
+        parts[update.local.param.group, part].append(update)
+    return parts.values()
+
+
+@contextlib.contextmanager
+def lent_weights(batch: Sequence[Update]) -> Iterator[Sequence[Tensor]]:
+    """Lend the weights of a batch to be changed: float32 where there are master weights."""
+    weights = [update.view(update.local.weight) for update in batch]
+    if ROUNDED_OFF not in batch[0].local.state:
+        yield weights
+        return
+    remainders = [update.view(update.local.state[ROUNDED_OFF]) for update in batch]
+    with master_weights(weights, remainders) as masters:
+        yield masters
 
 
 class Engine:
@@ -352,28 +397,23 @@ class Engine:
         On a CPU PyTorch's foreach kernels run: the fused one gives an element other bits in another
         shard. On a device the fused ones run, which skip a bad step without the host.
         """
-        batches: dict[Hashable, list[tuple[LocalParam, Tensor]]] = defaultdict(list)
-        for local in step.params:
-            if not local.param.views and local.grad is not None:
-                # A master weight is lent alone: those of all would be a second model in memory.
-                key = local if ROUNDED_OFF in local.state else local.param.group
-                batches[key].append((local, local.grad))
+        updates = [
+            Update(local, local.grad)
+            for local in step.params
+            if not local.param.views and local.grad is not None
+        ]
         with record_function("amo::adamw"), self._deferring(step, "AdamW"):
             bad = None if step.skip_mask is None else step.skip_mask.to(torch.float32)
-            for batch in batches.values():
-                states = [local.state for local, _ in batch]
-                group = self.groups[batch[0][0].param.group]
+            for batch in batches(updates):
+                states = [update.local.state for update in batch]
+                group = self.groups[batch[0].local.param.group]
                 beta1, beta2 = map(float, group["betas"])
-                with contextlib.ExitStack() as stack:
-                    weights = [local.weight for local, _ in batch]
-                    if ROUNDED_OFF in states[0]:
-                        lent = master_weight(weights[0], states[0][ROUNDED_OFF])
-                        weights = [stack.enter_context(lent)]
+                with lent_weights(batch) as weights:
                     pairs = zip(batch, weights, strict=True)
                     is_fused = not weights[0].is_cpu
                     adamw(
                         real(weights),
-                        real([grad.to(weight.dtype) for (_, grad), weight in pairs]),
+                        real([update.change.to(weight.dtype) for update, weight in pairs]),
                         real([state["exp_avg"] for state in states]),
                         real([state["exp_avg_sq"] for state in states]),
                         [],
@@ -562,28 +602,20 @@ class Engine:
 
     def _apply(self, step: Step, pairs: Sequence[tuple[Piece, Tensor]]) -> None:
         """Decay pieces of parameters, and subtract their scaled updates; or set new weights."""
-        batches: dict[Hashable, list[tuple[Piece, Tensor]]] = defaultdict(list)
-        for piece, update in pairs:
-            # A master weight is lent alone: those of all would be a second model in memory.
-            key = piece if ROUNDED_OFF in piece.local.state else piece.local.param.group
-            batches[key].append((piece, update))
-        for batch in batches.values():
-            with record_function("amo::update"), contextlib.ExitStack() as stack:
-                first, updates = batch[0][0], [update for _, update in batch]
-                weights = [piece.weight for piece, _ in batch]
-                if ROUNDED_OFF in first.local.state:
-                    region, remainder = first.region, first.local.state[ROUNDED_OFF]
-                    lent = master_weight(region.view(first.local.weight), region.view(remainder))
-                    weights = [stack.enter_context(lent)]
+        updates = [Update(piece.local, x, piece.region, piece.scale) for piece, x in pairs]
+        for batch in batches(updates):
+            with record_function("amo::update"), lent_weights(batch) as weights:
+                changes = [update.change for update in batch]
                 if self.rule.sets_weights:
-                    set_weights(weights, updates, bad=step.skip_mask)
+                    set_weights(weights, changes, bad=step.skip_mask)
                     continue
+                group = self.groups[batch[0].local.param.group]
                 apply_update(
                     weights,
-                    updates,
-                    lr=learning_rate(first.group),
-                    weight_decay=float(first.group["weight_decay"]),
-                    scale=[piece.scale for piece, _ in batch],
+                    changes,
+                    lr=learning_rate(group),
+                    weight_decay=float(group["weight_decay"]),
+                    scales=[update.scale for update in batch],
                     cautious=self.config.cautious_decay,
                     bad=step.skip_mask,
                 )

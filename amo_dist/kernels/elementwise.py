@@ -25,7 +25,7 @@ Tensors = Sequence[Tensor]
 ROUNDED_OFF = "rounded_off"
 """Name of an optimizer's state: float32, the remainder that rounding took off a parameter."""
 
-_GROUP_ELEMENTS = 2**25
+GROUP_ELEMENTS = 2**25
 """Elements, about, of the tensors that are computed together: float32 copies of narrow tensors take
 memory."""
 
@@ -148,35 +148,23 @@ def update_momentum(
 
 
 @torch.no_grad()
-def nesterov(
-    buffers: Tensors,
-    grads: Tensors,
-    coefficient: float,
-    out: Tensors | None = None,
-) -> Tensors:
+def nesterov(buffers: Tensors, grads: Tensors, coefficient: float, out: Tensors) -> None:
     """``G + coefficient * B`` in float32 (float64 for float64 buffers), rounded once into ``out``.
 
     Args:
         buffers: Momentum buffers after ``update_momentum``; not modified.
         grads: Gradients of the same shapes, in any floating dtype; not modified.
         coefficient: Factor of the buffers; the momentum in Nesterov's own form.
-        out: Places of the results, of the same shapes, in any floating dtype and strides; new
-            tensors where None.
-
-    Returns:
-        ``out``.
+        out: Places of the results, of the same shapes, in any floating dtype and strides.
 
     Raises:
         ValueError: Lists of different lengths.
     """
-    if out is None:
-        out = [torch.empty_like(buffer, dtype=wide_dtype(buffer.dtype)) for buffer in buffers]
     for dtype, (buffers_part, grads_part, out_part) in _parts(buffers, grads, out):
         added, wide = _widened(dtype, grads_part, buffers_part)
         ahead = torch._foreach_mul(wide, coefficient)
         torch._foreach_add_(ahead, added)
         torch._foreach_copy_(out_part, ahead)
-    return out
 
 
 @torch.no_grad()
@@ -186,7 +174,7 @@ def apply_update(
     *,
     lr: float | Tensor,
     weight_decay: float,
-    scale: float | Sequence[float],
+    scales: Sequence[float],
     cautious: bool = False,
     bad: Tensor | None = None,
 ) -> None:
@@ -197,14 +185,13 @@ def apply_update(
         updates: Orthogonalized momentum of the same shapes, any floating dtype; not modified.
         lr: Learning rate, a number or a 0-dim tensor; both give the same bits.
         weight_decay: Decoupled weight decay.
-        scale: ``update_scale`` of the whole matrix: one for all, or one for each parameter.
+        scales: ``update_scale`` of the whole matrix, for each parameter.
         cautious: Decay only entries whose update has the same sign.
         bad: Verdict, 0-dim, boolean, on their device: where true, no parameter changes.
 
     Raises:
         ValueError: Lists of different lengths.
     """
-    scales = [scale] * len(params) if isinstance(scale, (int, float)) else list(scale)
     # A tensor learning rate in float64 is rounded as a Python float is.
     rate: float | Tensor = lr.to(torch.float64) if isinstance(lr, Tensor) else lr
     for dtype, (params_part, updates_part, scales_part) in _parts(params, updates, scales):
@@ -239,8 +226,8 @@ def set_weights(targets: Tensors, values: Tensors, *, bad: Tensor | None = None)
 
 
 @contextlib.contextmanager
-def master_weight(weight: Tensor, remainder: Tensor) -> Iterator[Tensor]:
-    """Lend the float32 master weight of bfloat16 values, and round it off at the end.
+def master_weights(weights: list[Tensor], remainders: list[Tensor]) -> Iterator[Tensors]:
+    """Lend the float32 master weights of bfloat16 values, and round them off at the end.
 
     Rounded to nearest, an update below half the spacing of a parameter (2^-9 of it, relatively) is
     lost whole, step after step. The remainder that rounding took off is therefore kept as state:
@@ -249,13 +236,16 @@ def master_weight(weight: Tensor, remainder: Tensor) -> Iterator[Tensor]:
     half of the spacing of its old value.
 
     Args:
-        weight: Rounded weight, or a part of one; bfloat16.
-        remainder: Remainder, float32, of the same shape.
+        weights: Rounded weights, or parts of them; bfloat16, at least one.
+        remainders: Remainders, float32, of the same shapes.
     """
-    wide = weight + remainder
-    yield wide
-    weight.copy_(wide)
-    remainder.copy_(wide).sub_(weight)
+    (masters,) = _widened(torch.float32, weights)
+    torch._foreach_add_(masters, remainders)
+    yield masters
+    torch._foreach_copy_(weights, masters)
+    (rounded,) = _widened(torch.float32, weights)
+    torch._foreach_copy_(remainders, masters)
+    torch._foreach_sub_(remainders, rounded)
 
 
 def _cautious(values: Tensor, updates: Tensor, kept: float | Tensor) -> Tensor:
@@ -298,7 +288,7 @@ def _parts(
     for index, size in enumerate(accumulate(map(Tensor.numel, first))):
         pair = first[index], second[index]
         is_dense = all(tensor.is_contiguous() for tensor in pair)
-        key = (size // _GROUP_ELEMENTS, is_dense, *(tensor.dtype for tensor in pair))
+        key = (size // GROUP_ELEMENTS, is_dense, *(tensor.dtype for tensor in pair))
         parts.setdefault(key, []).append(index)
     for indices in parts.values():
         dtype = wide_dtype(first[indices[0]].dtype)

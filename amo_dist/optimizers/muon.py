@@ -323,14 +323,13 @@ class Muon(torch.optim.Optimizer):
         has_fixed_owners = (
             state.config.ownership == "round_robin" or source.phase(step) == "transition"
         )
-        every, measurements = state.config.ns_guard_every, list[Measurement]()
-        turn = step // every if every and step % every == 0 else 0
-        checked = matrix_to_check(world.registry, turn) if turn else None
+        measurements = list[Measurement]()
+        checked = matrix_to_check(world.registry, step, state.config.ns_guard_every)
         try:
             if sample:
                 measurements.append(self._observation(step, sample, decision.schedules))
             if checked is not None:
-                measurements.append(self._guard(step, checked, turn, decision.schedules))
+                measurements.append(self._guard(step, checked, decision.schedules))
         except Exception as error:  # without memory, say; the ballot tells all ranks
             self._engine.ballots.report_failure(f"step {step}: preparing to measure", error)
         # Set now and not after the step, which may raise.
@@ -381,8 +380,9 @@ class Muon(torch.optim.Optimizer):
         for line in remarks:
             logger.warning("%s", line)
 
-    def _guard(self, step: int, name: str, turn: int, schedules: Sequence[Schedule]) -> Measurement:
+    def _guard(self, step: int, name: str, schedules: Sequence[Schedule]) -> Measurement:
         """The measurement of the residual of one matrix."""
+        turn = step // self.config.ns_guard_every
         measure = functools.partial(measure_residual, engine=self._engine)
         exchanges = self._engine.exchanges_to_measure([name], schedules, turn)
         take = functools.partial(self._check_residual, step, name)

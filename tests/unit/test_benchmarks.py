@@ -48,14 +48,21 @@ def test_errors_by_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.slow
-def test_a_step_on_devices_takes_few_launches(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("params", "operations", "views", "num_bytes"),
+    [("bfloat16", 560, 180, 170), ("master", 780, 300, 240)],
+)
+def test_a_step_on_devices_takes_few_launches(
+    params: str, operations: int, views: int, num_bytes: float, tmp_path: Path
+) -> None:
     output = tmp_path / "launches.json"
-    launches.main(["--param-dtype", "bfloat16", "--output", str(output)])
+    launches.main(["--params", params, "--output", str(output)])
     (row,) = json.loads(output.read_text())["rows"]
     # Seven buckets of 255 parameters: one launch, or one view, for each parameter would be more.
-    assert row["operations"] < 560
-    assert row["views"] < 180
+    assert row["operations"] < operations
+    assert row["views"] < views
     assert row["waits"] == 0
+    assert row["bytes_per_element"] < num_bytes
 
 
 def test_the_gpu_trial_runs_small_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

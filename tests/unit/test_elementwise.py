@@ -48,7 +48,7 @@ def test_nesterov_is_rounded_once_into_given_places(dtype: torch.dtype) -> None:
     buffer, grad = (torch.randn(shape) for _ in range(2))
     wide, flat = torch.zeros(shape[0], 200, dtype=dtype), torch.zeros(buffer.numel(), dtype=dtype)
     places = [wide[:, 30:160], flat.view(shape)]
-    assert nesterov([buffer] * 2, [grad] * 2, MOMENTUM, out=places) is places
+    nesterov([buffer] * 2, [grad] * 2, MOMENTUM, out=places)
     expected = (buffer * MOMENTUM + grad).to(dtype)
     assert all(torch.equal(place, expected) for place in places)
     assert wide[:, :30].count_nonzero() == wide[:, 160:].count_nonzero() == 0
@@ -61,8 +61,9 @@ def test_half_precision_parameters_are_rounded_once(
 ) -> None:
     params, updates = tensors(dtype, 0), tensors(update_dtype, 1)
     masters = [w.float() for w in params]
-    apply_update(params, updates, lr=1e-2, weight_decay=0.1, scale=2.0)
-    apply_update(masters, [x.float() for x in updates], lr=1e-2, weight_decay=0.1, scale=2.0)
+    apply_update(params, updates, lr=1e-2, weight_decay=0.1, scales=[2.0] * len(params))
+    wide = [x.float() for x in updates]
+    apply_update(masters, wide, lr=1e-2, weight_decay=0.1, scales=[2.0] * len(params))
     assert all(torch.equal(w, m.to(dtype)) for w, m in zip(params, masters, strict=True))
 
 
@@ -71,9 +72,9 @@ def test_mixed_dtypes_in_one_list() -> None:
     params = [torch.full((5,), 1.5, dtype=d) for d in dtypes]
     alone = [w.clone() for w in params]
     updates = [torch.full((5,), 0.7, dtype=torch.bfloat16) for _ in dtypes]
-    apply_update(params, updates, lr=0.1, weight_decay=0.1, scale=0.3)
+    apply_update(params, updates, lr=0.1, weight_decay=0.1, scales=[0.3] * len(params))
     for w, single, x in zip(params, alone, updates, strict=True):
-        apply_update([single], [x], lr=0.1, weight_decay=0.1, scale=0.3)
+        apply_update([single], [x], lr=0.1, weight_decay=0.1, scales=[0.3])
         assert torch.equal(w, single)
 
 
@@ -88,9 +89,9 @@ def test_tensor_learning_rate_gives_the_bits_of_a_float(
             by_tensor, by_float = tensors(dtype, 0), tensors(dtype, 0)
             updates = tensors(torch.bfloat16, 1)
             scales = [0.2 * math.sqrt(7 + i) for i in range(len(updates))]
-            apply_update(by_tensor, updates, lr=value, weight_decay=weight_decay, scale=scales)
+            apply_update(by_tensor, updates, lr=value, weight_decay=weight_decay, scales=scales)
             apply_update(
-                by_float, updates, lr=value.item(), weight_decay=weight_decay, scale=scales
+                by_float, updates, lr=value.item(), weight_decay=weight_decay, scales=scales
             )
             assert all(torch.equal(a, b) for a, b in zip(by_tensor, by_float, strict=True))
 
@@ -109,12 +110,14 @@ def test_shards_have_the_bits_of_the_whole(dtype: torch.dtype, pieces: list[int]
     shards = [cut(t, pieces) for t in (buffer, w, grad, update)]
 
     update_momentum([buffer], [grad], MOMENTUM)
-    ahead = nesterov([buffer], [grad], MOMENTUM)[0]
-    apply_update([w], [update], lr=1e-3, weight_decay=0.1, scale=3.3)
+    ahead = torch.empty(size)
+    nesterov([buffer], [grad], MOMENTUM, [ahead])
+    apply_update([w], [update], lr=1e-3, weight_decay=0.1, scales=[3.3])
     buffers, params, grads, updates = shards
     update_momentum(buffers, grads, MOMENTUM)
-    aheads = nesterov(buffers, grads, MOMENTUM)
-    apply_update(params, updates, lr=1e-3, weight_decay=0.1, scale=3.3)
+    aheads = [torch.empty(shard.shape) for shard in grads]
+    nesterov(buffers, grads, MOMENTUM, aheads)
+    apply_update(params, updates, lr=1e-3, weight_decay=0.1, scales=[3.3] * len(params))
 
     assert torch.equal(torch.cat(buffers), buffer)
     assert torch.equal(torch.cat(aheads), ahead)
@@ -178,7 +181,7 @@ def test_a_set_mask_changes_no_bit(
     incoming, bad = torch.full((6,), number, dtype=gradient_dtype), torch.tensor(True)
     momentum, param = before.clone(), before.clone()
     update_momentum([momentum], [incoming], 0.9, bad=bad)
-    apply_update([param], [incoming], lr=0.1, weight_decay=0.1, scale=0.2, bad=bad)
+    apply_update([param], [incoming], lr=0.1, weight_decay=0.1, scales=[0.2], bad=bad)
     for after in (momentum, param):
         assert torch.equal(after.view(torch.uint8), before.view(torch.uint8))
 
@@ -189,7 +192,7 @@ def test_an_unset_mask_gives_the_bits_of_none(dtype: torch.dtype) -> None:
     for bad in (None, torch.tensor(False)):
         first, second, *others = (value.clone() for value in values)
         update_momentum([first, second], others, 0.9, bad=bad)
-        options: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1, "scale": [0.2, 0.3]}
+        options: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1, "scales": [0.2, 0.3]}
         apply_update([first, second], others, **options, bad=bad)
         results.append((first, second))
     assert all(map(torch.equal, *results))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from amo_dist import Fused, Muon, MuonConfig, param_groups
-from amo_dist.kernels.elementwise import apply_update, master_weight, update_scale
+from amo_dist.kernels.elementwise import apply_update, master_weights, update_scale
 from tests import runs
 from tests.distributed import models
 from tests.simulated_device import simulated_device
@@ -92,10 +92,10 @@ def test_cautious_decay_by_the_formula(dtype: torch.dtype, lr: float | Tensor) -
     assert 0 < same.sum() < same.numel()
     options: dict[str, Any] = {"lr": lr, "weight_decay": 0.5, "cautious": True}
     found = [w.clone() for _ in range(2)]
-    apply_update(found[:1], [x], scale=0.3, **options)
-    apply_update(found[1:2], [x], scale=0.3, bad=torch.tensor(False), **options)
+    apply_update(found[:1], [x], scales=[0.3], **options)
+    apply_update(found[1:2], [x], scales=[0.3], bad=torch.tensor(False), **options)
     assert all(torch.equal(each, expected.to(dtype)) for each in found)
-    apply_update(found[:1], [x], scale=0.3, bad=torch.tensor(True), **options)
+    apply_update(found[:1], [x], scales=[0.3], bad=torch.tensor(True), **options)
     assert torch.equal(found[0], expected.to(dtype))
 
 
@@ -114,7 +114,7 @@ def test_a_master_weight_is_parameter_and_remainder_exactly() -> None:
     numbers = torch.randn(4000, generator=draw) * 10.0 ** torch.arange(-43, 37).repeat(50)
     wide = torch.cat([numbers, torch.tensor([1 + 2**-8, -1 - 3 * 2**-8, 2.0**-149, 0.0])])
     rounded, remainder = torch.zeros_like(wide, dtype=torch.bfloat16), torch.zeros_like(wide)
-    with master_weight(rounded, remainder) as master:
+    with master_weights([rounded], [remainder]) as (master,):
         master.copy_(wide)
     assert torch.equal(rounded, wide.bfloat16())
     assert torch.equal(rounded + remainder, wide)
