@@ -29,6 +29,8 @@ from tests.oracle import Oracle
 
 LR, WEIGHT_DECAY, STEPS, SEED = 3e-3, 0.1, 8, 7
 FIELDS: dict[str, Any] = {
+    # Its own products would count as those of training.
+    "ns_guard_every": 0,
     "observe_until": 4,
     "observe_every": 2,
     "sample_size": 2,
