@@ -11,7 +11,6 @@ import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from itertools import accumulate
 from typing import TypeAlias
 
 Curve: TypeAlias = Mapping[int, float]
@@ -124,35 +123,31 @@ def least_error(curves: Sequence[Curve], budget: int, costs: Sequence[int]) -> t
         costs: Flops of one step of each type.
     """
     errors = _as_integers(curves)
-    fronts = _fronts(errors, costs, budget)
+    fronts: list[_Front] = [[(0, 0)]]
+    for curve, cost in zip(errors[::-1], costs[::-1], strict=True):
+        fronts.insert(0, _front(curve, cost, fronts[0], budget))
     best = _within(fronts[0], budget)
     allocation: list[int] = []
-    for curve, cost, front in zip(errors, costs, fronts[1:], strict=True):
-        k = next(k for k in sorted(curve) if curve[k] + _within(front, budget - k * cost) == best)
+    for curve, cost, rest in zip(errors, costs, fronts[1:], strict=True):
+        k = next(k for k in sorted(curve) if curve[k] + _within(rest, budget - k * cost) == best)
         allocation.append(k)
         budget, best = budget - k * cost, best - curve[k]
     return tuple(allocation)
 
 
-def _fronts(errors: Sequence[Mapping[int, int]], costs: Sequence[int], budget: int) -> list[_Front]:
-    """Reach of the types from i on, for each i, while those before take their fewest steps."""
-    fewest = min(errors[0])
-    spent = [0, *accumulate(fewest * cost for cost in costs)]
-    fronts: list[_Front] = [[(0, 0)]]
-    for curve, cost, before in zip(errors[::-1], costs[::-1], spent[-2::-1], strict=True):
-        limit = budget - before
-        points = sorted(
-            (flops + k * cost, error + more)
-            for k, more in curve.items()
-            for flops, error in fronts[-1]
-            if flops + k * cost <= limit
-        )
-        front: _Front = []
-        for point in points:
-            if not front or point[1] < front[-1][1]:
-                front.append(point)
-        fronts.append(front)
-    return fronts[::-1]
+def _front(curve: Mapping[int, int], cost: int, rest: _Front, budget: int) -> _Front:
+    """Pairs within a budget that a type reaches together with the types after it."""
+    points = sorted(
+        (flops + k * cost, error + more)
+        for k, more in curve.items()
+        for flops, error in rest
+        if flops + k * cost <= budget
+    )
+    front: _Front = []
+    for point in points:
+        if not front or point[1] < front[-1][1]:
+            front.append(point)
+    return front
 
 
 def _within(front: _Front, budget: int) -> float:

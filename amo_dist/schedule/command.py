@@ -13,7 +13,7 @@ from amo_dist.schedule.plan import (
     ErrorCurve,
     Plan,
     check_budget,
-    plan_measured,
+    make_plan,
     plan_paper,
     plan_range,
     starved,
@@ -104,4 +104,4 @@ def plan_again(plan: Plan, changes: dict[str, Any]) -> Plan:
         )
     part = slice(low - plan.min_steps, high - plan.min_steps + 1)
     curves = [ErrorCurve(c.ells[part], c.errors[part], c.uniform) for c in plan.curves]
-    return plan_measured(config, dict(zip(names, curves, strict=True)), plan.weights, plan.costs)
+    return make_plan(config, dict(zip(names, curves, strict=True)), plan.weights, plan.costs)

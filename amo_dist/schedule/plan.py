@@ -90,29 +90,24 @@ class Plan:
 
         Errors are root mean squares over the sampled matrices in a measured plan.
         """
-        base, errors = self.base_steps, [self.uniform_errors, self.errors]
-        word, unit = "projected error", "steps"
-        if self.planner == "measured":
-            errors, word, unit = (
-                [tuple(map(math.sqrt, column)) for column in errors],
-                "distance",
-                "flops",
-            )
-        before, after = ([*(f"{error:.4f}" for error in column), ""] for column in errors)
+        base, is_measured = self.base_steps, self.planner == "measured"
+        word, unit = ("distance", "flops") if is_measured else ("projected error", "steps")
+        before, after = (
+            [f"{math.sqrt(error) if is_measured else error:.4f}" for error in errors]
+            for errors in (self.uniform_errors, self.errors)
+        )
         columns = [
             ["operator type", *self.operator_types, "total"],
             ["ell target", *(f"{ell:.5e}" for ell in self.ell_target), ""],
             ["steps before", *(str(base) for _ in self.curves), str(base * len(self.curves))],
             ["after", *map(str, self.allocation), str(sum(self.allocation))],
-            [f"{word} before", *before],
-            ["after", *after],
+            [f"{word} before", *before, ""],
+            ["after", *after, ""],
         ]
         if self.costs is not None:
             pairs = zip(self.allocation, self.costs, strict=True)
             flops = [(steps - base) * cost / 1e9 for steps, cost in pairs]
-            columns.append(
-                ["NS Gflop/step", *(f"{number:+.4g}" for number in (*flops, sum(flops)))]
-            )
+            columns.append(["NS Gflop/step", *(f"{x:+.4g}" for x in (*flops, sum(flops)))])
         widths = [max(map(len, column)) for column in columns]
         lines = [
             "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
@@ -222,7 +217,7 @@ def plan_range(config: PlanConfig, num_types: int = 1) -> tuple[int, int]:
     low, high, base = config.min_steps, config.max_steps, config.base_steps
     if config.planner == "paper":
         total = step_budget(config.budget_ratio, num_types, base)
-        return min(low, total // num_types), max(high, -(-total // num_types))
+        return min(low, max(total // num_types, 1)), max(high, -(-total // num_types))
     low = min(low, max(math.floor(exact_ratio(config.budget_ratio) * base), 1))
     if config.budget_ratio >= 1:
         low, high = min(low, base), max(high, base)  # no plan may be worse than uniform
@@ -261,17 +256,17 @@ def candidates(config: PlanConfig) -> tuple[tuple[int, float], ...]:
     return tuple((k, ell) for k in sorted(steps) for ell in sorted(ells))
 
 
-def best_curve(config: PlanConfig, errors: Sequence[float] | None) -> ErrorCurve:
+def best_curve(config: PlanConfig, errors: Sequence[float]) -> ErrorCurve:
     """The ``ell`` of least error for each number of steps; ties go to the greater.
 
     Args:
         config: Settings of `candidates`.
-        errors: Mean error of each candidate. None where no matrix was valid: errors are then those
+        errors: Mean error of each candidate. Empty where no matrix was valid: errors are then those
             of singular values that are all at ``base_ell``, without the exact norm.
     """
     low, high = plan_range(config)
     uniform, steps = (config.base_steps, config.base_ell), range(low, high + 1)
-    if errors is None:
+    if not errors:
         worst = error_curve(times_safety(config.base_ell), {*steps, config.base_steps})
         squares = {k: error * error for k, error in worst.items()}
         ells = (config.base_ell,) * len(steps)
@@ -284,41 +279,58 @@ def best_curve(config: PlanConfig, errors: Sequence[float] | None) -> ErrorCurve
     return ErrorCurve(tuple(-ell for ell in negatives), least, error_of[uniform])
 
 
-def plan_measured(
+def make_plan(
     config: PlanConfig,
     curves: Mapping[str, ErrorCurve],
     weights: Sequence[float],
-    costs: Sequence[int],
+    costs: Sequence[int] | None,
 ) -> Plan:
-    """Plan by the error of the update: measured distances, weighted by what they stand for.
+    """Divide the budget by the errors of each type, as the planner of the settings does it.
 
-    Where the budget allows the uniform schedule, the plan's objective is at most that one's. A pure
-    function of its arguments, the same bits on every machine.
+    Where the budget allows the uniform schedule, the objective of a measured plan is at most that
+    one's. A pure function of its arguments, the same bits on every machine.
 
     Args:
-        config: Budget and range of steps.
+        config: Planner, budget and range of steps.
         curves: Errors of each operator type, in the declared order of types.
-        weights: Share of each type in the whole update's squared norm.
-        costs: Flops of one Newton-Schulz step of each type.
+        weights: Factor by which the error of each type counts; see `Plan`.
+        costs: Flops of one Newton-Schulz step of each type; may be unknown for ``paper``.
 
     Raises:
         ValueError: The budget is infeasible.
     """
-    budget, (low, high) = check_budget(config, costs), plan_range(config)
+    units = costs or (1,) * len(curves)
+    budget, (low, high) = check_budget(config, units), plan_range(config, len(curves))
     weighted = [
         dict(enumerate((weight * error for error in curve.errors), low))
         for curve, weight in zip(curves.values(), weights, strict=True)
     ]
-    allocation = least_error(weighted, budget, costs)
-    plan = _plan(config, budget, (low, high), curves, allocation, weights, costs)
-    assert config.budget_ratio < 1 or plan.objective <= plan.uniform_objective
+    if config.planner == "paper":
+        allocation = greedy(weighted, budget, config.base_steps)
+    else:
+        allocation = least_error(weighted, budget, units)
+    plan = Plan(
+        planner=config.planner,
+        operator_types=tuple(curves),
+        base_steps=config.base_steps,
+        base_ell=float(config.base_ell),
+        budget=budget,
+        min_steps=low,
+        max_steps=high,
+        costs=None if costs is None else tuple(costs),
+        weights=tuple(weights),
+        curves=tuple(curves.values()),
+        allocation=allocation,
+    )
+    may_be_uniform = config.planner == "measured" and config.budget_ratio >= 1
+    assert not may_be_uniform or plan.objective <= plan.uniform_objective
     return plan
 
 
 def plan_paper(
     config: PlanConfig, ell_target: Mapping[str, float], costs: Sequence[int] | None = None
 ) -> Plan:
-    """Plan as the paper does; a pure function of its arguments, the same bits on every machine.
+    """Plan as the paper does, by the error that schedules leave at one singular value of each type.
 
     Args:
         config: Budget and range of steps.
@@ -329,45 +341,15 @@ def plan_paper(
         ValueError: A target is out of range, or the budget is infeasible.
     """
     names = sort_operator_types(ell_target)
-    budget = check_budget(config, costs or (1,) * len(names))
     low, high = plan_range(config, len(names))
     uniform = schedule_for(config.base_ell, config.base_steps)
     curves: dict[str, ErrorCurve] = {}
     for name in names:
         ell = float(ell_target[name])
-        errors = error_curve(times_safety(ell), range(low, high + 1))
+        errors = tuple(error_curve(times_safety(ell), range(low, high + 1)).values())
         lowest = times_safety(min(ell, config.base_ell))
-        curves[name] = ErrorCurve(
-            (ell,) * len(errors), tuple(errors.values()), 1.0 - uniform.image(lowest)
-        )
-    by_steps = [dict(enumerate(curve.errors, low)) for curve in curves.values()]
-    allocation = greedy(by_steps, budget, config.base_steps)
-    weights = (1.0,) * len(names)
-    return _plan(config, budget, (low, high), curves, allocation, weights, costs)
-
-
-def _plan(
-    config: PlanConfig,
-    budget: int,
-    steps: tuple[int, int],
-    curves: Mapping[str, ErrorCurve],
-    allocation: tuple[int, ...],
-    weights: Sequence[float],
-    costs: Sequence[int] | None,
-) -> Plan:
-    return Plan(
-        planner=config.planner,
-        operator_types=tuple(curves),
-        base_steps=config.base_steps,
-        base_ell=float(config.base_ell),
-        budget=budget,
-        min_steps=steps[0],
-        max_steps=steps[1],
-        costs=None if costs is None else tuple(costs),
-        weights=tuple(weights),
-        curves=tuple(curves.values()),
-        allocation=allocation,
-    )
+        curves[name] = ErrorCurve((ell,) * len(errors), errors, 1.0 - uniform.image(lowest))
+    return make_plan(config, curves, (1.0,) * len(names), costs)
 
 
 def shrunk(config: PlanConfig, ell_robust: float) -> float:

@@ -26,7 +26,6 @@ CUSHION = 0.02
 _LIMIT_RATIO = 1 - 5e-6
 _LEVEL_TOLERANCE = 1e-15
 _MAX_EXCHANGES = 100
-_CACHE_SIZE = 8192
 
 
 def compose(ell: float, steps: int) -> tuple[Triple, ...]:
@@ -103,21 +102,13 @@ def _checked(ell: float, steps: int) -> tuple[float, int]:
     return float(ell), steps
 
 
-@lru_cache(maxsize=_CACHE_SIZE)
+@lru_cache(maxsize=8192)
 def _run(ell: float, steps: int) -> tuple[tuple[Triple, ...], float]:
     """The composed triples and the image of ``ell``."""
-    triples, lower = _prefix(ell, steps - 1)
-    last, lower = _step(lower, 2.0 - lower if steps > 1 else 1.0, is_last=True)
-    return (*triples, last), lower
-
-
-@lru_cache(maxsize=_CACHE_SIZE)
-def _prefix(ell: float, steps: int) -> tuple[tuple[Triple, ...], float]:
-    """The first ``steps`` triples of any longer composition, and the image of ``ell``."""
     triples: list[Triple] = []
     lower, upper = ell, 1.0
-    for _ in range(steps):
-        triple, lower = _step(lower, upper, is_last=False)
+    for step in range(1, steps + 1):
+        triple, lower = _step(lower, upper, is_last=step == steps)
         upper = 2.0 - lower
         triples.append(triple)
     return tuple(triples), lower

@@ -12,18 +12,19 @@ import random
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeVar
 
 from amo_dist.config import AMOConfig, MuonConfig, fail, sort_operator_types
 from amo_dist.schedule.allocate import ns_step_flops
 from amo_dist.schedule.coefficients import named_schedule
 from amo_dist.schedule.plan import (
+    ErrorCurve,
     Plan,
     StepsAndElls,
     best_curve,
     candidates,
     check_budget,
-    plan_measured,
+    make_plan,
     plan_paper,
     remarks,
     shrunk,
@@ -32,6 +33,8 @@ from amo_dist.schedule.polar_express import SAFETY, schedule_for
 from amo_dist.schedule.types import MatrixInfo, Schedule
 
 logger = logging.getLogger(__name__)
+
+_Item = TypeVar("_Item")
 
 PHASES = ("observation", "transition", "locked", "uniform")
 """The phases of AMO, in their order; ``uniform`` follows ``observation`` under ``observe_only``."""
@@ -204,19 +207,6 @@ class Observation:
     num_invalid: dict[str, int]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ErrorSum:
-    """Errors of all candidates on the matrices of a type, added up over observations.
-
-    Attributes:
-        totals: Mean over the valid matrices of an observation, summed over observations.
-        num_observations: Observations with a valid matrix.
-    """
-
-    totals: list[float]
-    num_observations: int
-
-
 class Amo(Source):
     """Adaptive Muon Orthogonalization: observe, plan, glide to the plan, lock.
 
@@ -238,8 +228,9 @@ class Amo(Source):
         self.plan: Plan | None = None
         self._begin = 0
         """Step after which observations count: that at which changed settings dropped a plan."""
-        self._sums: Mapping[str, ErrorSum] = {}
-        """Errors of candidates by type; none before the first observation, and under a plan."""
+        self._sums: Mapping[str, Sequence[float]] = {}
+        """Errors of all candidates by type: means over the valid matrices of an observation, summed
+        over observations. None before the first one, and under a plan."""
         self._members: Mapping[str, Sequence[MatrixInfo]] = {}
         """Matrices of each operator type, sorted by name; types in their declared order."""
         self._warns_of_tau = config.planner == "paper"
@@ -261,13 +252,12 @@ class Amo(Source):
             check_budget(self.config, self._costs())
 
     def _check_types(self) -> None:
-        recorded = [tuple(observation.ell) for observation in self.observations]
+        types = {name for observation in self.observations for name in observation.ell}
         if self.plan is not None:
-            recorded.append(self.plan.operator_types)
-        for types in recorded if self._members else ():
-            if types != tuple(self._members):
-                expected = f"the operator types {[*self._members]}: is this another model's state?"
-                fail("control.source", types, expected)
+            types.update(self.plan.operator_types)
+        if types and self._members and types != self._members.keys():
+            expected = f"the operator types {[*self._members]}: is this another model's state?"
+            fail("control.source", sort_operator_types(types), expected)
 
     # ---------------------------------------------------------------- schedules
 
@@ -316,26 +306,26 @@ class Amo(Source):
         """Names of the matrices to observe at a step, sorted; none at most steps."""
         if self.plan is not None or step > self.observe_until or step % self.config.interval:
             return ()
-        drawn: list[str] = []
-        for name, members in self._members.items():
-            names = [matrix.name for matrix in members]
-            drawn += draw(self.config.seed, step, name, names, self.config.sample_size)
-        return tuple(sorted(drawn))
+        return sorted(matrix.name for drawn in self._drawn(step).values() for matrix in drawn)
+
+    def _drawn(self, step: int) -> dict[str, list[MatrixInfo]]:
+        """Matrices of each type for an observation at a step."""
+        seed, size = self.config.seed, self.config.sample_size
+        return {kind: draw(seed, step, kind, own, size) for kind, own in self._members.items()}
 
     def record(self, step: int, observed: Mapping[str, Sequence[float]]) -> list[str]:
         """Keep the medians of one observation, add up the errors, and plan at the last one."""
         ell: dict[str, float | None] = {}
         num_sampled, num_invalid, sums, lines = {}, {}, dict(self._sums), []
-        sample = {*self.sample(step)}
-        for name, members in self._members.items():
-            drawn = [matrix for matrix in members if matrix.name in sample]
+        for name, drawn in self._drawn(step).items():
             valid = [m for m in drawn if 0 < observed.get(m.name, (math.nan,))[0] < math.inf]
             ells = [min(observed[matrix.name][0], 1.0) / SAFETY for matrix in valid]
             ell[name] = statistics.median(ells) if ells else None
             num_sampled[name], num_invalid[name] = len(drawn), len(drawn) - len(valid)
             if valid:
                 rows = [observed[matrix.name][2:] for matrix in valid]
-                sums[name] = _plus(sums.get(name), rows, [matrix.weight for matrix in valid])
+                means = _means(rows, [matrix.weight for matrix in valid])
+                sums[name] = [*map(operator.add, sums.get(name, [0.0] * len(means)), means)]
             if len(valid) < len(drawn):
                 invalid = ", ".join(matrix.name for matrix in drawn if matrix not in valid)
                 lines.append(f"step {step}: no valid ell for {invalid}: left out")
@@ -357,23 +347,29 @@ class Amo(Source):
         return [line]
 
     def _make_plan(
-        self, observations: Sequence[Observation], sums: Mapping[str, ErrorSum]
+        self, observations: Sequence[Observation], sums: Mapping[str, Sequence[float]]
     ) -> tuple[Plan, list[str]]:
         """The plan, a pure function of agreed numbers and of the settings; and remarks on it."""
-        config, costs, lines = self.config, self._costs(), []
-        robust: dict[str, float] = {}
-        for name in self._members:
-            medians = [ell for o in observations if (ell := o.ell[name]) is not None]
-            robust[name] = statistics.median(medians) if medians else config.base_ell
-            if not medians:
-                fallback = f"it falls back to base_ell = {config.base_ell:g}"
-                lines.append(f"{name} has no valid observation; {fallback}")
+        config, costs = self.config, self._costs()
+        ells = {
+            name: {o.step: ell for o in observations if (ell := o.ell[name]) is not None}
+            for name in self._members
+        }
+        fallback = f"has no valid observation; it falls back to base_ell = {config.base_ell:g}"
+        lines = [f"{name} {fallback}" for name, own in ells.items() if not own]
         if config.planner == "paper":
-            target = {name: shrunk(config, ell) for name, ell in robust.items()}
+            target = {
+                name: shrunk(config, statistics.median(own.values()) if own else config.base_ell)
+                for name, own in ells.items()
+            }
             plan = plan_paper(config, target, costs)
         else:
-            curves = {name: best_curve(config, _mean(sums.get(name))) for name in self._members}
-            plan = plan_measured(config, curves, self._weights(), costs)
+            curves: dict[str, ErrorCurve] = {}
+            for name, own in ells.items():
+                num_summed = sum(step > self._begin for step in own)
+                means = [total / num_summed for total in sums.get(name, ())]
+                curves[name] = best_curve(config, means)
+            plan = make_plan(config, curves, self._weights(), costs)
         return plan, [*lines, *remarks(plan, config)]
 
     def _costs(self) -> list[int]:
@@ -397,7 +393,7 @@ class Amo(Source):
             "name": self.name,
             "begin": self._begin,
             "observations": [dataclasses.asdict(observation) for observation in self.observations],
-            "errors": {name: dataclasses.asdict(total) for name, total in self._sums.items()},
+            "errors": dict(self._sums),
             "plan": None if self.plan is None else dataclasses.asdict(self.plan),
         }
 
@@ -412,12 +408,8 @@ class Amo(Source):
         """
         assert isinstance(config, AMOConfig)
         self.config, self._begin = config, state["begin"]
-        types = sort_operator_types({t for record in state["observations"] for t in record["ell"]})
-        self.observations = tuple(
-            Observation(record["step"], *({t: record[k][t] for t in types} for k in _BY_TYPE))
-            for record in state["observations"]
-        )
-        self._sums = {name: ErrorSum(**total) for name, total in state["errors"].items()}
+        self.observations = tuple(Observation(**record) for record in state["observations"])
+        self._sums = state["errors"]
         self.plan = None if state["plan"] is None else Plan.from_dict(state["plan"])
         if set(changed) - _SHARED:
             self._begin, self._sums, self.plan = step, {}, None
@@ -447,51 +439,37 @@ class Amo(Source):
         }
 
 
-_BY_TYPE = ("ell", "num_sampled", "num_invalid")
-"""Fields of an `Observation` that are mappings from operator types."""
-
-
-def draw(seed: int, step: int, kind: str, names: Sequence[str], size: int) -> list[str]:
-    """Draw names uniformly without replacement, alike on every rank, machine and Python version.
+def draw(seed: int, step: int, kind: str, members: Sequence[_Item], size: int) -> list[_Item]:
+    """Draw uniformly without replacement, alike on every rank, machine and Python version.
 
     Args:
         seed: Seed of the run.
         step: Optimizer step.
-        kind: Operator type of the names.
-        names: Names to draw from, in a fixed order.
+        kind: Operator type of the members.
+        members: Items to draw from, in a fixed order.
         size: Number to draw; all, if there are fewer.
 
     Returns:
-        The names drawn, in the order of ``names``.
+        The items drawn, in the order of ``members``.
     """
     key = hashlib.sha256(f"{seed}/{step}/{kind}".encode()).digest()
     # Python promises only for random() that an integer seed always gives the same numbers: so the
     # part of a Fisher-Yates shuffle that is needed is spelled out.
     generator = random.Random(int.from_bytes(key, "big"))
-    indices = list(range(len(names)))
-    size = min(size, len(names))
+    indices = list(range(len(members)))
+    size = min(size, len(members))
     for i in range(size):
-        j = i + int(generator.random() * (len(names) - i))
+        j = i + int(generator.random() * (len(members) - i))
         indices[i], indices[j] = indices[j], indices[i]
-    return [names[i] for i in sorted(indices[:size])]
+    return [members[i] for i in sorted(indices[:size])]
 
 
-def _plus(
-    before: ErrorSum | None, rows: Sequence[Sequence[float]], weights: Sequence[float]
-) -> ErrorSum:
-    """The sum with one more observation: the errors of each valid matrix, and its weight."""
+def _means(rows: Sequence[Sequence[float]], weights: Sequence[float]) -> list[float]:
+    """Mean errors of the candidates over matrices, each of which counts by its weight."""
     most = max(weights)
     # Matrices of weight zero alone count alike: nothing is divided by zero.
     shares = [weight / most if most else 1.0 for weight in weights]
     whole = math.fsum(shares)
-    means = [
+    return [
         math.fsum(map(operator.mul, shares, errors)) / whole for errors in zip(*rows, strict=True)
     ]
-    if before is None:
-        return ErrorSum(means, 1)
-    return ErrorSum([*map(operator.add, before.totals, means)], before.num_observations + 1)
-
-
-def _mean(total: ErrorSum | None) -> list[float] | None:
-    """The mean over observations; None for a type that never had a valid matrix."""
-    return None if total is None else [value / total.num_observations for value in total.totals]

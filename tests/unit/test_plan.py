@@ -24,7 +24,7 @@ from amo_dist.schedule.plan import (
     Plan,
     best_curve,
     candidates,
-    plan_measured,
+    make_plan,
     plan_paper,
     plan_range,
     remarks,
@@ -181,7 +181,7 @@ def plan_of(config: AMOConfig, ells: Mapping[str, float]) -> Plan:
     for name, ell in ells.items():
         tried = [schedule_for(one, steps) for steps, one in candidates(config)]
         curves[name] = best_curve(config, [distance(spectrum(ell), one) for one in tried])
-    return plan_measured(config, curves, [1 / len(ells)] * len(ells), [10] * len(ells))
+    return make_plan(config, curves, [1 / len(ells)] * len(ells), [10] * len(ells))
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_the_best_ell_of_each_number_of_steps_and_ties_to_the_greater() -> None:
 
 
 def test_a_type_never_seen_counts_as_if_all_were_at_the_base() -> None:
-    curve = best_curve(AMOConfig(), None)
+    curve = best_curve(AMOConfig(), [])
     worst = error_curve(1.01e-3, range(3, 8))
     assert curve == ErrorCurve((1e-3,) * 5, tuple(e * e for e in worst.values()), worst[5] ** 2)
 
@@ -235,7 +235,7 @@ def test_a_type_never_seen_counts_as_if_all_were_at_the_base() -> None:
 def test_the_type_of_the_greater_update_wins() -> None:
     curve = plan_of(AMOConfig(), {"a": 1e-4}).curves[0]
     for weights, expected in (((0.98, 0.02), (7, 3)), ((0.02, 0.98), (3, 7))):
-        plan = plan_measured(AMOConfig(), {"a": curve, "b": curve}, weights, (1, 1))
+        plan = make_plan(AMOConfig(), {"a": curve, "b": curve}, weights, (1, 1))
         assert plan.allocation == expected
 
 
