@@ -83,6 +83,15 @@ def test_one_version_everywhere() -> None:
     assert f"\nlicense: {license_name}\n" in citation
 
 
+def test_the_torch_of_nvidias_images_is_new_enough() -> None:
+    (line,) = re.findall(
+        r'^    "(torch>=.*)",$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE
+    )
+    versions = ["2.10.0", "2.11.0a0+eb65b36914", "2.14.0a0+ecf3bae40a", "2.13.0+cpu"]
+    accepted = [Requirement(line).specifier.contains(one, prereleases=True) for one in versions]
+    assert accepted == [False, True, True, True]
+
+
 @pytest.mark.slow
 def test_the_wheel_runs_the_first_example_beside_torch_alone(tmp_path: Path) -> None:
     source, dist = tmp_path / "source", tmp_path / "dist"

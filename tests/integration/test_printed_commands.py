@@ -70,8 +70,7 @@ def test_a_stock_config_trains_on_cpus_stops_and_goes_on(checkout: Path) -> None
     words, run = printed("--config llama3.llama3_debugmodel"), Run(checkout / "outputs", 2)
     command = start(words, checkout)
     command.wait_until(run.losses)
-    command.process.send_signal(signal.SIGTERM)  # torchrun passes it on
-    command.process.wait(timeout=120)
+    command.stop(signal.SIGTERM, 1)  # torchrun passes it on; success would be a finished run
     (stopped,) = run.complete()
     assert stopped == max(run.losses()) < 10, command.output()[-4000:]
 

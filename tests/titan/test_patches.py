@@ -12,6 +12,13 @@ from torchtitan.tools import utils
 from torchtitan_ext.plugin import machine, patches
 
 
+@pytest.mark.parametrize(
+    ("version", "is_old"), [("2.13.0+cpu", True), ("2.14.0a0+ecf3bae40a", False), ("2.14.1", False)]
+)
+def test_an_alpha_of_an_image_counts_as_its_version(version: str, is_old: bool) -> None:
+    assert machine.is_old(version) == is_old
+
+
 @pytest.mark.skipif(not machine.IS_OLD, reason="PyTorch has the name itself since 2.14")
 def test_set_timeout_has_its_later_name() -> None:
     patches.install()

@@ -10,8 +10,17 @@ from typing import Literal
 
 import torch
 
-IS_OLD = torch.__version__ < "2.14"
-"""Whether PyTorch is older than what torchtitan 0.3.0 is written for."""
+
+def is_old(version: str) -> bool:
+    """Whether a PyTorch is older than 2.14, for which torchtitan 0.3.0 is written.
+
+    NVIDIA's images have versions such as ``2.14.0a0+ecf3bae40a``, which count as 2.14 here.
+    """
+    major, minor, *_ = version.split(".")
+    return (int(major), int(minor)) < (2, 14)
+
+
+IS_OLD = is_old(torch.__version__)
 
 
 def cpu_is_needed() -> bool:
