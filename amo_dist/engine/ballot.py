@@ -2,11 +2,11 @@
 
 Each rank fills a small vector of integers, of which one all-reduce takes the maximum::
 
+    2 if a matrix has a gradient, 1 if only another parameter has one, else 0
     1 + the rank whose gradient is NaN, inf or too large; 0 without one
     1 + the rank whose last update was NaN or inf; 0 without one
-    2 if a matrix has a gradient, 1 if only another parameter has one, else 0
     marks: whether the rank waits, its lines, and which gradients exist in each set of ranks
-    the negatives of all marks, so that unlike marks show in the maximum, too
+    the negatives of all marks: greatest mark plus greatest negative is 0 if all are alike
 
 A failure of one rank takes the place of its lines. Words, with the culprit named, are gathered only
 if a flag is set. Every rank reaches the same verdict, so no rank raises while others wait for it.
@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 MAX_IDLE_STEPS = 10
 """Steps in a row without any gradient of a matrix; the last of them is an error."""
 
-_GRADIENT, _UPDATE, _EXISTS, _MARKS = range(4)
+_GRADIENT, _UPDATE, _MARKS = range(1, 4)
 """Positions in the vector."""
 _ABSTENTION = -(2**60)
 """Identity of the maximum: mark, and its negative, of a set of ranks without this one."""
@@ -121,42 +121,29 @@ class Ballot(NamedTuple):
 
 
 class Votes(NamedTuple):
-    """The maximum of all ranks' vectors, on the host.
+    """The result of a ballot, on the host; each but the first is 0 in a good step.
 
     Attributes:
+        exists: 2 if a matrix has a gradient on any rank, 1 if any parameter has one, else 0.
         gradient: 1 + rank with a gradient that is NaN, inf or too large; 0 for none.
         update: 1 + rank whose last update was NaN or inf; 0 for none.
-        exists: 2 if a matrix has a gradient on any rank, 1 if any parameter has one, else 0.
         waits_differ: Whether only some ranks wait.
         texts_differ: Whether ranks have unlike texts.
         gradients_differ: Whether ranks of a parameter have unlike sets of gradients.
     """
 
+    exists: int
     gradient: int
     update: int
-    exists: int
     waits_differ: bool
     texts_differ: bool
     gradients_differ: bool
 
     @classmethod
     def of(cls, values: Sequence[int]) -> Votes:
-        """The meaning of a reduced vector."""
-        size = (len(values) - _MARKS) // 2
-        marks, negatives = values[_MARKS:-size], values[-size:]
-        waits, text, *by_set = (a != -b for a, b in zip(marks, negatives, strict=True))
-        gradient, update, exists = values[:_MARKS]
-        return cls(gradient, update, exists, waits, text, any(by_set))
-
-    @property
-    def is_unlike(self) -> bool:
-        """Whether ranks differ."""
-        return self.waits_differ or self.texts_differ or self.gradients_differ
-
-    @property
-    def is_bad(self) -> bool:
-        """Whether the step must change nothing."""
-        return self.is_unlike or bool(self.gradient or self.update)
+        """The meaning of what `Ballots` has reduced."""
+        exists, gradient, update, waits, texts, *sets = values
+        return cls(exists, gradient, update, bool(waits), bool(texts), any(sets))
 
 
 class Ballots:
@@ -236,19 +223,19 @@ class Ballots:
             unusable = Flags(names, exceed(real([*full.values()]), sent))
         has_grad = [grad is not None for grad in grads]
         ballot = Ballot(step, waits, self._failure or text, has_grad, unusable, self._updates)
-        maximum = self._reduce(ballot)
+        reduced = self._reduce(ballot)
         self._updates = Flags()
         reason, skip_mask = "", None
         if waits:
-            votes = Votes.of(maximum.tolist())
+            votes = Votes.of(reduced.tolist())
             reason = self._judge(ballot, votes)
             if step == 1 and not votes.exists:
                 return Verdict("", [], is_idle=True)
         else:
-            self._unread, skip_mask = (ballot, fetch(maximum)), blocks(maximum)
+            self._unread, skip_mask = (ballot, fetch(reduced)), reduced[_GRADIENT:].any()
         # Moving a gradient is a collective, which hangs if a rank has none: this waits for the
         # backward pass until all ranks are known to have one.
-        if misplaced and not reason and not Votes.of(maximum.tolist()).gradients_differ:
+        if misplaced and not reason and not Votes.of(reduced.tolist()).gradients_differ:
             for index in misplaced:
                 tensor, grad = self._params[index].tensor, self._params[index].tensor.grad
                 assert isinstance(tensor, DTensor)
@@ -338,17 +325,19 @@ class Ballots:
         if self._unread is None:
             return "taken"
         ballot, read = self._unread
-        votes = Votes.of(read())
-        if not votes.is_bad:
+        _, gradient, *others = Votes.of(read())
+        if not gradient and not any(others):
             return "taken"
         logger.warning("step %d changed nothing; the next step says why", ballot.step)
-        is_skip = self._skips and not (votes.is_unlike or votes.update)
-        return "skipped" if is_skip else "undone"
+        return "skipped" if self._skips and not any(others) else "undone"
 
     # ---------------------------------------------------------------- vector and words
 
     def _reduce(self, ballot: Ballot) -> Tensor:
-        """The maximum of all ranks' vectors, on the device; a collective over the world."""
+        """The flags of all ranks, and 0 for each mark in which they are alike; on the device.
+
+        A collective over the world.
+        """
         world, exists = self._world, 0
         self._failure = ""  # the text of the ballot has it
         for param, has_grad in zip(self._params, ballot.has_grad, strict=True):
@@ -359,12 +348,14 @@ class Ballots:
             own = None if indices is None else [ballot.has_grad[i] for i in indices]
             marks.append(_ABSTENTION if own is None else fingerprint56(str(own)))
         negatives = [mark if mark == _ABSTENTION else -mark for mark in marks]
-        vector = _sent([0, 0, exists, *marks, *negatives], torch.int64, self._device)
+        vector = _sent([exists, 0, 0, *marks, *negatives], torch.int64, self._device)
         for position, flags in ((_GRADIENT, ballot.gradients), (_UPDATE, ballot.updates)):
             if flags.values is not None:
                 is_any = flags.values.any().to(self._device)
                 vector[position].masked_fill_(is_any, world.rank + 1)
-        return max_over(vector, world.group)
+        sizes = [_MARKS, len(marks), len(marks)]
+        flags, greatest, negative = max_over(vector, world.group).split(sizes)
+        return torch.cat([flags, greatest + negative])
 
     def _judge(self, ballot: Ballot, votes: Votes) -> str:
         """Reason to leave a step out, or nothing; raises if that is an error."""
@@ -375,7 +366,7 @@ class Ballots:
             )
         if votes.texts_differ:
             check_alike("the coming step", ballot.text, self._world.group)
-        words = self._gather_words(ballot) if votes.is_bad else {}
+        words = self._gather_words(ballot) if any(votes[_GRADIENT:]) else {}
         if votes.gradients_differ:
             self._raise_for_missing(ballot.step, words)
         if ballot.step:
@@ -512,13 +503,6 @@ def second_moment_bound(dtype: torch.dtype) -> float:
 
 
 # ---------------------------------------------------------------- host and device
-
-
-def blocks(maximum: Tensor) -> Tensor:
-    """`Votes.is_bad` of a reduced vector, 0-dim, without reading the device."""
-    size = (len(maximum) - _MARKS) // 2
-    flags, _, marks, negatives = maximum.split([_EXISTS, _MARKS - _EXISTS, size, size])
-    return torch.cat([flags, marks + negatives]).any()
 
 
 def fetch(values: Tensor) -> Callable[[], list[int]]:
