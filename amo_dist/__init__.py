@@ -13,47 +13,23 @@ from typing import TYPE_CHECKING, Any
 from amo_dist.config import AMOConfig, MuonConfig, __version__
 
 if TYPE_CHECKING:
-    from amo_dist.distributed.ranks import RankMismatchError
-    from amo_dist.engine.ballot import (
-        MissingGradientError,
-        NonFiniteGradientError,
-        NonFiniteUpdateError,
-    )
-    from amo_dist.engine.parameters import Piece
-    from amo_dist.engine.rule import UpdateRule
-    from amo_dist.operators.groups import param_groups
-    from amo_dist.operators.views import Fused
-    from amo_dist.optimizers.adamuon import AdaMuon
-    from amo_dist.optimizers.amo import AMO
-    from amo_dist.optimizers.muon import Muon
-    from amo_dist.optimizers.named import OPTIMIZER_NAMES, make_optimizer
-    from amo_dist.optimizers.normuon import NorMuon
-    from amo_dist.optimizers.qk_clip import qk_clip_
-    from amo_dist.optimizers.root import ROOT
-    from amo_dist.schedule.types import Schedule
-
-__all__ = [
-    "AMO",
-    "OPTIMIZER_NAMES",
-    "ROOT",
-    "AMOConfig",
-    "AdaMuon",
-    "Fused",
-    "MissingGradientError",
-    "Muon",
-    "MuonConfig",
-    "NonFiniteGradientError",
-    "NonFiniteUpdateError",
-    "NorMuon",
-    "Piece",
-    "RankMismatchError",
-    "Schedule",
-    "UpdateRule",
-    "__version__",
-    "make_optimizer",
-    "param_groups",
-    "qk_clip_",
-]
+    from amo_dist.distributed.ranks import RankMismatchError as RankMismatchError
+    from amo_dist.engine.ballot import MissingGradientError as MissingGradientError
+    from amo_dist.engine.ballot import NonFiniteGradientError as NonFiniteGradientError
+    from amo_dist.engine.ballot import NonFiniteUpdateError as NonFiniteUpdateError
+    from amo_dist.engine.parameters import Piece as Piece
+    from amo_dist.engine.rule import UpdateRule as UpdateRule
+    from amo_dist.operators.groups import param_groups as param_groups
+    from amo_dist.operators.views import Fused as Fused
+    from amo_dist.optimizers.adamuon import AdaMuon as AdaMuon
+    from amo_dist.optimizers.amo import AMO as AMO
+    from amo_dist.optimizers.muon import Muon as Muon
+    from amo_dist.optimizers.named import OPTIMIZER_NAMES as OPTIMIZER_NAMES
+    from amo_dist.optimizers.named import make_optimizer as make_optimizer
+    from amo_dist.optimizers.normuon import NorMuon as NorMuon
+    from amo_dist.optimizers.qk_clip import qk_clip_ as qk_clip_
+    from amo_dist.optimizers.root import ROOT as ROOT
+    from amo_dist.schedule.types import Schedule as Schedule
 
 _MODULES = {
     "RankMismatchError": "distributed.ranks",
@@ -76,6 +52,8 @@ _MODULES = {
 }
 """Modules of the names that are imported when they are first read: commands that only plan, print
 or read files do not wait for torch."""
+
+__all__ = ["AMOConfig", "MuonConfig", "__version__", *_MODULES]
 
 
 def __getattr__(name: str) -> Any:
