@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from amo_dist.operators.modules import sites_by_name
-from amo_dist.operators.patterns import find_views, suggest_patterns
+from amo_dist.operators.patterns import OUTSIDE, UNKNOWN, Classified, find_views, suggest_patterns
 from amo_dist.operators.views import Heads, MatrixView, Site, in_heads
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -69,24 +69,23 @@ Line: TypeAlias = "tuple[Shape, str, str]"
 """Shape, class of the module with its heads, and what becomes of it, as `verdict` says it."""
 
 
-def verdict(views: tuple[MatrixView, ...] | None) -> str:
-    """Operator types in the order of storage, ``by columns`` where they are, or ``adamw``."""
+def verdict(classified: Classified) -> str:
+    """Operator types in the order of storage, ``by columns`` where they are, or ``adamw``;
+    ``unknown`` where a pattern is asked for."""
+    views, reason = classified
     if views is None:
-        return "adamw"
+        return "unknown" if reason == UNKNOWN else "adamw"
     kinds = "+".join(dict.fromkeys(view.operator_type for view in views))
     return kinds + (" by columns" if views[0].dim else "")
 
 
 def verdicts(parameters: Mapping[str, Line]) -> dict[str, str]:
-    """The verdict on each parameter of a model; ``unknown`` where a pattern is asked for."""
+    """The verdict on each parameter of a model."""
     shapes = {name: shape for name, (shape, _, _) in parameters.items()}
     sites = sites_of(parameters)
-    classified = {
-        name: find_views(name, shape, {}, shapes, site=sites[name])
-        for name, shape in shapes.items()
-    }
     return {
-        name: verdict(result[0]) if result else "unknown" for name, result in classified.items()
+        name: verdict(find_views(name, shape, {}, shapes, site=sites[name]))
+        for name, shape in shapes.items()
     }
 
 
@@ -160,8 +159,8 @@ def recorded(model: nn.Module) -> dict[str, Line]:
     sites = sites_by_name([model], shapes)
     found: dict[str, Line] = {}
     for name, each in model.named_parameters():
-        known = find_views(name, shapes[name], {}, shapes, site=sites[name])
-        divides = any(in_heads(view.operator_type) for view in (known and known[0]) or ())
+        views, _ = find_views(name, shapes[name], {}, shapes, site=sites[name])
+        divides = any(in_heads(view.operator_type) for view in views or ())
         heads = sites[name].heads
         sizes = dataclasses.astuple(heads) if divides and heads else ()
         kind = "@".join(filter(None, [kinds[each], ".".join(map(str, sizes))]))
@@ -222,13 +221,14 @@ def row(family: str, parameters: Mapping[str, Line], has_heads: bool) -> list[st
         name: find_views(name, shape, {}, shapes, site=sites[name], flatten_conv=True)
         for name, shape in shapes.items()
     }
-    unknown = suggest_patterns({name: shapes[name] for name, each in found.items() if not each})
-    held = {name: each[0] for name, each in found.items() if each and each[0]}
+    held = {name: views for name, (views, _) in found.items() if views}
+    reason_by_name = {name: reason for name, (_, reason) in found.items() if name not in held}
+    unknown = suggest_patterns(
+        {name: shapes[name] for name, reason in reason_by_name.items() if reason == UNKNOWN}
+    )
     convolutions = {name for name in held if sites[name].is_convolution}
-    whole = {views[0].operator_type for name, views in held.items() if (found[name] or "  ")[1]}
-    reasons = {
-        each[1] for name, each in found.items() if each and not each[0] and len(shapes[name]) == 2
-    }
+    whole = {views[0].operator_type for name, views in held.items() if found[name][1]}
+    reasons = {reason for name, reason in reason_by_name.items() if len(shapes[name]) == 2}
     asked = [f"{len(unknown)} patterns"] if unknown else []
     if convolutions:
         asked.append(f"`flatten_conv` for {len(convolutions)} more: {share(held, shapes)}")
@@ -238,7 +238,7 @@ def row(family: str, parameters: Mapping[str, Line], has_heads: bool) -> list[st
         f"{sum(len(held[name]) for name in linear):,}",
         share(linear, shapes),
         ", ".join(f"`{kind}`" for kind in sorted(whole)),
-        ", ".join(sorted(reasons - {"embedding", "head", "outside of any block"})),
+        ", ".join(sorted(reasons - {"embedding", "head", OUTSIDE, UNKNOWN})),
         "; ".join(asked),
         ", ".join(heads_told(parameters, held)) if has_heads else "not built",
     ]
@@ -269,12 +269,11 @@ def heads_told(
         attention = name.rsplit(".", 1 + name.endswith(".weight"))[0]
         rows[attention] = heads.query
         try:
-            result = find_views(name, shapes[name], {}, shapes, site=sites[name], per_head=True)
+            views, _ = find_views(name, shapes[name], {}, shapes, site=sites[name], per_head=True)
         except ValueError:
             refused.add("other rows: a pattern")
             continue
-        views = (result and result[0]) or ()
-        counts[attention] += Counter(view.operator_type[-3:] for view in views)
+        counts[attention] += Counter(view.operator_type[-3:] for view in views or ())
     kinds = []
     for attention, each in counts.items():
         queries, keys = each["n_q"] + each["q_b"], each["n_k"] + each["k_b"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from amo_dist.operators.patterns import (
+    UNKNOWN,
     Patterns,
     Shapes,
     check_patterns,
@@ -26,7 +27,7 @@ def classify(
     """The matrices of a parameter, None for AdamW; an unknown matrix raises."""
     name, size = clean_name(name), tuple(shape)
     targets = check_patterns(patterns)
-    classified = find_views(name, size, targets, shapes or {}, flatten_conv=flatten_conv)
-    if classified is None:
+    views, reason = find_views(name, size, targets, shapes or {}, flatten_conv=flatten_conv)
+    if reason == UNKNOWN:
         raise unknown_matrices({name: size})
-    return classified[0]
+    return views

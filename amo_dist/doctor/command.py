@@ -53,10 +53,7 @@ def run_doctor(args: argparse.Namespace) -> int:
         print_first(f"FAIL ranks: {fault}")
         return int(is_first)
     print_first(f"amo doctor: {site}")
-    loggers = [logging.getLogger(name) for name in ("amo_dist", "torch.distributed.tensor")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)  # checks provoke their warnings
+    logging.disable(logging.WARNING)  # checks provoke warnings
     checks = [*machine.checks(site), *optimizer.checks(site)]
     if args.probe is not None:
         checks = machine.probe(site, args.probe)
@@ -69,8 +66,7 @@ def run_doctor(args: argparse.Namespace) -> int:
         # A thread that waits for a rank would keep the process from ending.
         sys.stdout.flush()
         os._exit(status)
-    for logger, level in zip(loggers, levels, strict=True):
-        logger.setLevel(level)
+    logging.disable(logging.NOTSET)
     if dist.is_initialized():
         dist.destroy_process_group()
     return status

@@ -60,8 +60,6 @@ def check_keys(groups: Sequence[Mapping[str, Any]], own_keys: Iterable[str] = ()
 def check_groups(
     groups: Sequence[Mapping[str, Any]],
     check: Callable[[Mapping[str, Any]], None] | None = None,
-    *,
-    is_complete: bool = True,
 ) -> None:
     """Refuse groups with which no step can be taken; at each step, as schedulers write to them.
 
@@ -70,7 +68,6 @@ def check_groups(
     Args:
         groups: Parameter groups.
         check: Check of a rule, called with each group that has matrices.
-        is_complete: Whether every group must have every required key.
 
     Raises:
         ValueError: A key is missing, or a value is out of range; names the group and the field,
@@ -78,8 +75,7 @@ def check_groups(
     """
     for index, group in enumerate(groups):
         place = f"groups[{index}]."
-        missing = [key for key in _REQUIRED if key not in group] if is_complete else []
-        if missing:
+        if missing := [key for key in _REQUIRED if key not in group]:
             raise ValueError(f"{place}{missing[0]}: found none, expected its value")
         check_hyperparameters(group, place)
         if check is not None and group.get("algorithm") == "muon":

@@ -15,6 +15,7 @@ from amo_dist.operators.modules import sites_by_name
 from amo_dist.operators.patterns import (
     BY_PATTERN,
     OUTSIDE,
+    UNKNOWN,
     Classified,
     Patterns,
     Shapes,
@@ -182,27 +183,24 @@ def _classify_all(
         options: ``flatten_conv`` and ``per_head`` of `find_views`.
     """
     classified: dict[str, Classified] = {}
-    unknown: dict[str, tuple[int, ...]] = {}
     for name, parameter in parameters:
         shape, site = shapes[name], sites[name]
         if parameter.is_complex():
             classified[name] = None, "complex"
             continue
-        result = find_views(name, shape, targets, shapes, site=site, **options)
-        is_unknown = result is None or result[1] == OUTSIDE
-        # A matrix of one row or column is a vector, such as a magnitude of weight_norm.
-        is_matrix = len(shape) == 2 and min(shape) > 1 and not site.is_embedding
-        if takes_unknown and is_unknown and is_matrix and not is_head(name):
-            classified[name] = cut_views(name, shape, "matrix", site), "of an unknown name"
-        elif takes_unknown and result is None and len(shape) == 2:
-            classified[name] = None, "of one row or column"
-        elif result is not None:
-            classified[name] = result
-        else:
-            unknown[name] = shape
+        views, reason = find_views(name, shape, targets, shapes, site=site, **options)
+        if takes_unknown and reason in (UNKNOWN, OUTSIDE):
+            # A matrix of one row or column is a vector, such as a magnitude of weight_norm.
+            is_matrix = len(shape) == 2 and min(shape) > 1 and not site.is_embedding
+            if is_matrix and not is_head(name):
+                views, reason = cut_views(name, shape, "matrix", site), UNKNOWN
+            elif reason == UNKNOWN and len(shape) == 2:
+                reason = "of one row or column"
+        classified[name] = views, reason
+    unknown = [name for name, (views, why) in classified.items() if not views and why == UNKNOWN]
     if unknown:
         outside = {name: shapes[name] for name, (_, why) in classified.items() if why == OUTSIDE}
-        raise unknown_matrices(unknown, outside)
+        raise unknown_matrices({name: shapes[name] for name in unknown}, outside)
     return classified
 
 

@@ -10,7 +10,6 @@ matrix inside a block whose name matches nothing is an error.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 from collections.abc import Iterable, Mapping
 from typing import TypeAlias
@@ -36,6 +35,8 @@ Classified: TypeAlias = "tuple[tuple[MatrixView, ...] | None, str]"
 
 OUTSIDE = "outside of any block"
 """Reason why a matrix of an unknown name goes to AdamW without an error."""
+UNKNOWN = "of an unknown name"
+"""Reason of a matrix inside a block that nothing names; without views it is an error."""
 BY_PATTERN = "by your pattern"
 """Reason of a parameter that one of the user's patterns matches."""
 
@@ -164,8 +165,8 @@ def find_views(
     site: Site | None = None,
     flatten_conv: bool = False,
     per_head: bool = False,
-) -> Classified | None:
-    """Find the matrices of a parameter and a short reason; ``None`` for an unknown matrix.
+) -> Classified:
+    """Find the matrices of a parameter and a short reason, ``UNKNOWN`` for an unknown matrix.
 
     Args:
         name: Cleaned name.
@@ -182,10 +183,7 @@ def find_views(
         ValueError: A pattern or the heads do not fit the shape.
     """
     site = site or Site()
-    classified = find_target(name, shape, patterns, shapes, site, flatten_conv)
-    if classified is None:
-        return None
-    target, reason = classified
+    target, reason = find_target(name, shape, patterns, shapes, site, flatten_conv)
     if target is None:
         return None, reason
     if per_head:
@@ -202,7 +200,7 @@ def find_target(
     shapes: Shapes,
     site: Site,
     flatten_conv: bool = False,
-) -> tuple[Target, str] | None:
+) -> tuple[Target, str]:
     """Find the target of a parameter, in the form of a pattern's value, and the reason."""
     for pattern, target in patterns.items():
         if re.fullmatch(pattern, name):
@@ -223,8 +221,10 @@ def find_target(
         built_in, reason = _built_in(name, shape, shapes, site, in_block)
         if built_in is not None:
             return built_in, reason
-        if in_block and (len(shape) == 2 or _may_be_matrices(name, shape)):
-            return None
+        # A tensor of three dims may be more than a vector or the kernel of a convolution.
+        is_more = "conv" not in name and sum(size > 1 for size in shape) > 1
+        if in_block and (len(shape) == 2 or is_more):
+            return None, UNKNOWN
     return None, OUTSIDE if len(shape) == 2 else f"{len(shape)}-D"
 
 
@@ -326,13 +326,7 @@ def unknown_matrices(unknown: Shapes, others: Shapes | None = None) -> ValueErro
 
 
 def _ends_in(name: str, tail: str) -> re.Match[str] | None:
-    return _compiled(tail).fullmatch(name)
-
-
-@functools.cache
-def _compiled(tail: str) -> re.Pattern[str]:
-    # Cached, because mixtures match tens of thousands of names.
-    return re.compile(rf"(?:.*\.)?(?:{tail})")
+    return re.fullmatch(rf"(?:.*\.)?(?:{tail})", name)
 
 
 def _built_in(
@@ -424,8 +418,3 @@ def _experts_dim(name: str, shape: tuple[int, ...], shapes: Shapes) -> int | Non
     down = shapes.get(f"{experts}.down_proj", shape)[1:]
     dim_by_down: dict[tuple[int, ...], int] = {(columns, rows // 2): 0, (columns // 2, rows): 1}
     return dim_by_down.get(down)
-
-
-def _may_be_matrices(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor of three dims is more than a vector or the kernel of a convolution."""
-    return "conv" not in name and sum(size > 1 for size in shape) > 1

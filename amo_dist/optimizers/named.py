@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -11,31 +10,27 @@ from torch import Tensor
 
 from amo_dist.config import AMOConfig, MuonConfig
 from amo_dist.distributed.ranks import GroupLike
-from amo_dist.engine.hyperparameters import check_groups, check_keys
+from amo_dist.engine.hyperparameters import check_hyperparameters, check_keys
 from amo_dist.optimizers.adamuon import AdaMuon
 from amo_dist.optimizers.amo import AMO
 from amo_dist.optimizers.muon import Muon
 from amo_dist.optimizers.normuon import NorMuon
 from amo_dist.optimizers.root import ROOT
 
-MUON_SCHEDULES: Mapping[str, str] = MappingProxyType(
-    {
-        "Muon": "kj",
-        "Muon-KJ": "kj",
-        "Muon-You": "you",
-        "Muon-PE": "pe",
-        "Muon-CANS": "cans",
-        "Muon-Turbo": "turbo",
-    }
-)
+MUON_SCHEDULES: Mapping[str, str] = {
+    "Muon": "kj",
+    "Muon-KJ": "kj",
+    "Muon-You": "you",
+    "Muon-PE": "pe",
+    "Muon-CANS": "cans",
+    "Muon-Turbo": "turbo",
+}
 """Fixed schedules by name, of the optimizers that differ in nothing else.
 
 The printed coefficients of ``Muon-CANS`` diverge in bfloat16, most often for matrices of few rows;
 here each step after the first divides its input by 1.02."""
 
-_CLASSES: Mapping[str, type[Muon]] = MappingProxyType(
-    {"AdaMuon": AdaMuon, "NorMuon": NorMuon, "ROOT": ROOT, "AMO": AMO}
-)
+_CLASSES: dict[str, type[Muon]] = {"AdaMuon": AdaMuon, "NorMuon": NorMuon, "ROOT": ROOT, "AMO": AMO}
 
 OPTIMIZER_NAMES: tuple[str, ...] = ("AdamW", *MUON_SCHEDULES, *_CLASSES)
 """Names of `make_optimizer`."""
@@ -86,30 +81,25 @@ def make_optimizer(
         raise ValueError(
             f"config: found {type(config).__name__} for {name}, expected {expected.__name__}"
         )
+    options: dict[str, Any] = {"weight_decay": weight_decay, "betas": betas, "eps": eps}
     if name == "AdamW":
-        return _adamw(params, lr, betas, eps, weight_decay)
-    options: dict[str, Any] = {} if name in _CLASSES else {"schedule": MUON_SCHEDULES[name]}
-    options |= {"config": config, "betas": betas, "eps": eps, "process_group": process_group}
-    options["allow_no_matrices"] = allow_no_matrices
-    return _CLASSES.get(name, Muon)(params, lr, weight_decay, **options)
+        return _adamw(params, lr, **options)
+    options |= {"config": config, "process_group": process_group}
+    if name in MUON_SCHEDULES:
+        options["schedule"] = MUON_SCHEDULES[name]
+    return _CLASSES.get(name, Muon)(params, lr, allow_no_matrices=allow_no_matrices, **options)
 
 
 def _adamw(
-    params: Sequence[Mapping[str, Any]],
-    lr: float | Tensor,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
+    params: Sequence[Mapping[str, Any]], lr: float | Tensor, **defaults: Any
 ) -> torch.optim.AdamW:
     check_keys(params)
-    check_groups(params, is_complete=False)
-    # PyTorch has no keys for parameter names and algorithm.
-    groups = [
-        {"params": [param for _, param in group["params"]]}
-        | {key: group[key] for key in ("lr", "weight_decay", "betas", "eps") if key in group}
-        for group in params
-    ]
-    for group, source in zip(groups, params, strict=True):
-        if "lr_multiplier" in source:
-            group["lr"] = source.get("lr", lr) * source["lr_multiplier"]
-    return torch.optim.AdamW(groups, lr, betas, eps, weight_decay)
+    groups = []
+    for index, group in enumerate(params):
+        check_hyperparameters(group, f"groups[{index}].")
+        # PyTorch has no keys for parameter names and algorithm.
+        own = {key: group[key] for key in ("lr", *defaults) if key in group}
+        if "lr_multiplier" in group:
+            own["lr"] = own.get("lr", lr) * group["lr_multiplier"]
+        groups.append({"params": [param for _, param in group["params"]], **own})
+    return torch.optim.AdamW(groups, lr, **defaults)
