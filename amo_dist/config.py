@@ -34,9 +34,6 @@ Triple: TypeAlias = tuple[float, float, float]
 Box: TypeAlias = tuple[tuple[int, int], ...]
 """Region of a tensor: half-open ``(start, stop)`` per dim."""
 
-BUDGET_RATIO = 1.0
-"""Default of ``PlanConfig.budget_ratio``."""
-
 MOST_STEPS = 100
 """Most Newton-Schulz steps of a type; rounding dominates the error long before."""
 
@@ -55,21 +52,14 @@ _WIRE_DTYPES = ("bfloat16", "float32", "float64")
 
 
 # Bounded in length and depth: the state of a damaged file may be long, or nested past recursion.
-_show = reprlib.Repr()
-_show.maxlevel, _show.maxstring, _show.maxother = 3, 120, 120
-_show.maxdict = _show.maxlist = _show.maxtuple = 16
-
-
-def show(value: object) -> str:
-    """A value as text of bounded length, for messages."""
-    return _show.repr(value)
+_bounded = reprlib.Repr()
+_bounded.maxlevel, _bounded.maxstring, _bounded.maxother = 3, 120, 120
+_bounded.maxdict = _bounded.maxlist = _bounded.maxtuple = 16
 
 
 def fail(field: str, value: object, expected: str) -> NoReturn:
     """Raise the ``ValueError`` for one field: what was found and what was expected."""
-    # A name from a damaged state may hold line ends: errors stay on one line.
-    place = field if field.isprintable() else show(field)
-    raise ValueError(f"{place}: found {show(value)}, expected {expected}")
+    raise ValueError(f"{field}: found {_bounded.repr(value)}, expected {expected}")
 
 
 def _require(condition: bool, field: str, value: object, expected: str) -> None:
@@ -282,7 +272,7 @@ class PlanConfig:
     base_ell: float = 1e-3
     """``ell_base``: smallest singular value for which the coefficients of the uniform schedule are
     made; in (0, 0.99]."""
-    budget_ratio: float = BUDGET_RATIO
+    budget_ratio: float = 1.0
     """Budget of the plan as a multiple of the uniform schedule: of its flops with ``planner =
     measured``, of its steps with ``paper``; in (0, 20]."""
     min_steps: int = 3
