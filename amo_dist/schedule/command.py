@@ -19,13 +19,6 @@ from amo_dist.schedule.plan import (
     starved,
 )
 
-_OPTIONS: dict[str, tuple[type, str]] = {
-    "budget_ratio": (float, "work of the plan, as a multiple of the uniform schedule's"),
-    "min_steps": (int, "fewest steps of a type"),
-    "max_steps": (int, "most steps of a type"),
-}
-"""Fields of the config that are options, with their type and help."""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``plan`` to its parser."""
@@ -39,8 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source.add_argument("--ell", metavar="TYPE=VALUE", action="append", help=text)
     text = f"{PLAN_FILE} of a run, or the run's folder; with a further option, plan again"
     source.add_argument("--plan", metavar="FILE", type=Path, help=text)
-    for field, (kind, text) in _OPTIONS.items():
-        parser.add_argument(f"--{field.replace('_', '-')}", type=kind, help=text)
+    text = "work of the plan, as a multiple of the uniform schedule's"
+    parser.add_argument("--budget-ratio", type=float, help=text)
+    parser.add_argument("--min-steps", type=int, help="fewest steps of a type")
+    parser.add_argument("--max-steps", type=int, help="most steps of a type")
     text = f"print the plan as JSON, as in {PLAN_FILE}"
     parser.add_argument("--json", action="store_true", help=text)
     parser.set_defaults(run=run_plan)
@@ -53,7 +48,8 @@ def run_plan(args: argparse.Namespace) -> int:
         ValueError: An argument is malformed, a plan cannot be read, or a budget is infeasible.
         OSError: The plan's file cannot be read.
     """
-    changes = {name: getattr(args, name) for name in _OPTIONS if getattr(args, name) is not None}
+    options = {field: getattr(args, field) for field in ("budget_ratio", "min_steps", "max_steps")}
+    changes = {field: value for field, value in options.items() if value is not None}
     if args.plan is None:
         plan = plan_paper(AMOConfig.paper(**changes), _ells(args.ell))
     else:
@@ -103,5 +99,8 @@ def plan_again(plan: Plan, changes: dict[str, Any]) -> Plan:
             f"{low} to {high}"
         )
     part = slice(low - plan.min_steps, high - plan.min_steps + 1)
-    curves = [ErrorCurve(c.ells[part], c.errors[part], c.uniform) for c in plan.curves]
-    return make_plan(config, dict(zip(names, curves, strict=True)), plan.weights, plan.costs)
+    curves = {
+        name: ErrorCurve(curve.ells[part], curve.errors[part], curve.uniform)
+        for name, curve in zip(names, plan.curves, strict=True)
+    }
+    return make_plan(config, curves, plan.weights, plan.costs)
