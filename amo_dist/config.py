@@ -191,9 +191,8 @@ class GuardConfig:
     def __post_init__(self) -> None:
         _require_choice("nonfinite", self.nonfinite, ("error", "skip_step"))
         _require_int("ns_guard_every", self.ns_guard_every, 0)
-        _require_choice(
-            "on_config_change", self.on_config_change, ("error", "keep_checkpoint", "replan")
-        )
+        rules = ("error", "keep_checkpoint", "replan")
+        _require_choice("on_config_change", self.on_config_change, rules)
 
 
 _Config = TypeVar("_Config", bound="MuonConfig")
@@ -223,12 +222,9 @@ class MuonConfig(GuardConfig, ExchangeConfig, MathConfig):
     def __post_init__(self) -> None:
         for concern in (MathConfig, ExchangeConfig, GuardConfig):
             concern.__post_init__(self)
-        _require(
-            self.wire_dtype != "float64" or self.ns_dtype == "float64",
-            "wire_dtype",
-            self.wire_dtype,
-            f"no wider than float32 with ns_dtype = {self.ns_dtype!r}",
-        )
+        if self.wire_dtype == "float64" and self.ns_dtype != "float64":
+            expected = f"no wider than float32 with ns_dtype = {self.ns_dtype!r}"
+            fail("wire_dtype", self.wire_dtype, expected)
 
     def on_device(self: _Config, device: str) -> _Config:
         """Settings with the dtypes in force on a kind of device, in place of ``auto`` and None."""
@@ -289,18 +285,12 @@ class PlanConfig:
         _require_int("observe_until", self.observe_until, 1)
         if self.observe_every is not None:
             _require_int("observe_every", self.observe_every, 1)
-            _require(
-                self.observe_until % self.observe_every == 0,
-                "observe_every",
-                self.observe_every,
-                f"a divisor of observe_until = {self.observe_until}",
-            )
-        _require(
-            self.observe_every is not None or 4 * self.interval <= max(self.observe_until, 4),
-            "observe_until",
-            self.observe_until,
-            "a multiple of a number from 4 to 15, or a value of observe_every beside it",
-        )
+            if self.observe_until % self.observe_every:
+                expected = f"a divisor of observe_until = {self.observe_until}"
+                fail("observe_every", self.observe_every, expected)
+        elif 4 * self.interval > max(self.observe_until, 4):
+            expected = "a multiple of a number from 4 to 15, or a value of observe_every beside it"
+            fail("observe_until", self.observe_until, expected)
         _require_int("sample_size", self.sample_size, 1)
         _require_choice("planner", self.planner, ("measured", "paper"))
         _require_real("shrinkage", self.shrinkage, "a number in [0, 1]", 0.0, 1.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -110,7 +110,7 @@ def param_groups(
     classified = _classify_all(parameters, targets, shapes, sites, takes_unknown, options)
     if per_head:
         _check_heads(classified, sites)
-    groups: dict[tuple[bool, bool, int], dict[str, Any]] = {}
+    pairs_by_key = defaultdict[tuple[bool, bool, int], list[tuple[str, nn.Parameter]]](list)
     for name, parameter in parameters:
         views, reason = classified[name]
         is_undecayed = _first_match(undecayed, name) >= 0
@@ -118,18 +118,24 @@ def param_groups(
             is_embedding = sites[name].is_embedding or reason == "embedding"
             is_undecayed = parameter.dim() < 2 or is_embedding
         key = (not views, is_undecayed, _first_match(factors, name))
-        group = groups.setdefault(key, _new_group(*key, [*factors.values()]))
-        group["params"].append((name, parameter))
-        if views:
-            group["matrix_views"][name] = views
+        pairs_by_key[key].append((name, parameter))
     num_frozen = len(names) - len(parameters)
     expected = "at least one with requires_grad"
-    require(bool(groups), "model", f"{num_frozen} frozen parameters", expected)
-    result = [groups[key] for key in sorted(groups)]
+    require(bool(parameters), "model", f"{num_frozen} frozen parameters", expected)
+    groups: list[dict[str, Any]] = []
+    for (is_adamw, is_undecayed, index), pairs in sorted(pairs_by_key.items()):
+        group: dict[str, Any] = {"params": pairs, "algorithm": ADAMW if is_adamw else "muon"}
+        if not is_adamw:
+            group["matrix_views"] = {name: classified[name][0] for name, _ in pairs}
+        if is_undecayed:
+            group["weight_decay"] = 0.0
+        if index >= 0:
+            group["lr_multiplier"] = float([*factors.values()][index])
+        groups.append(group)
     if report:
         reasons = {name: reason for name, (_, reason) in classified.items()}
-        print(describe(result, reasons, num_frozen))
-    return result
+        print(describe(groups, reasons, num_frozen))
+    return groups
 
 
 def _as_modules(model: Any) -> list[nn.Module]:
@@ -151,15 +157,11 @@ def _check_use(
     for pattern in patterns:
         if any(re.fullmatch(pattern, name) for name in names.values()):
             continue
-        aliases = {
-            clean_name(alias): names[parameter]
-            for part in parts
-            for alias, parameter in part.named_parameters(remove_duplicate=False)
-        }
-        tied = next((alias for alias in aliases if re.fullmatch(pattern, alias)), None)
-        if tied is not None:
-            value = f"{pattern!r}, and {tied} is tied to {aliases[tied]}"
-            require(False, field, value, f"one that matches {aliases[tied]}")
+        for part in parts:
+            for alias, parameter in part.named_parameters(remove_duplicate=False):
+                tied = f"{pattern!r}, and {clean_name(alias)} is tied to {names[parameter]}"
+                is_alias = re.fullmatch(pattern, clean_name(alias)) is not None
+                require(not is_alias, field, tied, f"one that matches {names[parameter]}")
         expected = "one that matches the whole of a cleaned name (allow_unused=True accepts it)"
         require(False, field, f"{pattern!r}, which matches no parameter", expected)
 
@@ -262,19 +264,6 @@ def _first_match(patterns: Iterable[str], name: str) -> int:
     """Index of the first expression that matches a name, -1 for none."""
     matches = (index for index, pattern in enumerate(patterns) if re.fullmatch(pattern, name))
     return next(matches, -1)
-
-
-def _new_group(
-    is_adamw: bool, is_undecayed: bool, index: int, factors: Sequence[float]
-) -> dict[str, Any]:
-    group: dict[str, Any] = {"params": [], "algorithm": ADAMW}
-    if not is_adamw:
-        group |= {"algorithm": "muon", "matrix_views": {}}
-    if is_undecayed:
-        group["weight_decay"] = 0.0
-    if index >= 0:
-        group["lr_multiplier"] = float(factors[index])
-    return group
 
 
 def named_parameters(parts: Sequence[nn.Module]) -> dict[nn.Parameter, str]:

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from amo_dist.config import Box
 
@@ -69,7 +70,7 @@ class Fused:
         require(len(set(types)) == len(types), "Fused.parts", types, "distinct operator types")
         for operator_type in types:
             check_operator_type(operator_type)
-        is_dim = _is_int(self.dim) and self.dim in (0, 1)
+        is_dim = type(self.dim) is int and self.dim in (0, 1)
         require(is_dim, "Fused.dim", repr(self.dim), "0 (rows) or 1 (columns)")
         is_mapping = isinstance(self.heads, Mapping)
         require(is_mapping, "Fused.heads", repr(self.heads), "a mapping of types to integers")
@@ -78,19 +79,14 @@ class Fused:
         for operator_type, size in self.parts:
             divisors = {"groups": self.groups, "heads": self.heads.get(operator_type, 1)}
             for field, divisor in divisors.items():
-                divides = _is_int(divisor) and divisor >= 1 and size % divisor == 0
+                divides = type(divisor) is int and divisor >= 1 and size % divisor == 0
                 expected = f"an integer that divides {operator_type}'s size {size}"
                 require(divides, f"Fused.{field}", repr(divisor), expected)
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_part(part: object) -> bool:
-    if not isinstance(part, (tuple, list)) or len(part) != 2:
-        return False
-    return isinstance(part[0], str) and _is_int(part[1]) and part[1] >= 1
+def _is_part(part: Any) -> bool:
+    is_pair = isinstance(part, (tuple, list)) and len(part) == 2
+    return is_pair and isinstance(part[0], str) and type(part[1]) is int and part[1] >= 1
 
 
 @dataclasses.dataclass(frozen=True)

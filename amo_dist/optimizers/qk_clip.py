@@ -10,6 +10,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -162,23 +163,21 @@ def _greatest(
 ) -> dict[str, Tensor]:
     """Take the greatest logits over all ranks that share the weights; float32, on their device."""
     own: dict[str, Tensor] = {}
-    by_mesh: dict[DeviceMesh | None, list[str]] = defaultdict(list)
+    names_by_sharing: dict[Any, list[str]] = defaultdict(list)
     for attention in attentions:
         name, param = attention.name, attention.held[0][0]
         values = logits[name].detach().to(param.device, torch.float32)
         shape, expected = tuple(values.shape), f"({attention.num_queries},), one logit per head"
         require(shape == (attention.num_queries,), f"max_logits[{name!r}]", shape, expected)
         own[name] = values.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
-        by_mesh[param.device_mesh if isinstance(param, DTensor) else None].append(name)
+        sharing = param.device_mesh if isinstance(param, DTensor) else process_group
+        if sharing is not None:
+            names_by_sharing[sharing].append(name)
     # Sorted, because ranks whose dictionaries differ in order would cross their collectives.
-    for mesh, names in sorted(by_mesh.items(), key=lambda item: min(item[1])):
-        sharing = process_group if mesh is None else mesh
-        if sharing is None:
-            continue
+    for sharing, names in sorted(names_by_sharing.items(), key=lambda item: min(item[1])):
+        groups = [sharing]
         if isinstance(sharing, DeviceMesh):
             groups = [sharing.get_group(axis) for axis in range(sharing.ndim)]
-        else:
-            groups = [sharing]
         names.sort()
         together = torch.cat([own[name] for name in names])
         for group in groups:

@@ -99,8 +99,5 @@ def plan_again(plan: Plan, changes: dict[str, Any]) -> Plan:
             f"{low} to {high}"
         )
     part = slice(low - plan.min_steps, high - plan.min_steps + 1)
-    curves = {
-        name: ErrorCurve(curve.ells[part], curve.errors[part], curve.uniform)
-        for name, curve in zip(names, plan.curves, strict=True)
-    }
-    return make_plan(config, curves, plan.weights, plan.costs)
+    curves = [ErrorCurve(c.ells[part], c.errors[part], c.uniform) for c in plan.curves]
+    return make_plan(config, dict(zip(names, curves, strict=True)), plan.weights, plan.costs)
