@@ -156,7 +156,7 @@ def recorded(model: nn.Module) -> dict[str, Line]:
         for parameter in module.parameters(recurse=False):
             kinds.setdefault(parameter, type(module).__name__)
     shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
-    sites = sites_by_name([model], shapes)
+    sites = sites_by_name([model])
     found: dict[str, Line] = {}
     for name, each in model.named_parameters():
         views, _ = find_views(name, shapes[name], {}, shapes, site=sites[name])

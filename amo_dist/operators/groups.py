@@ -104,7 +104,7 @@ def param_groups(
     for name, count in Counter(name for name, _ in parameters).items():
         require(count == 1, "model", f"two parameters {name!r}", "distinct names")
     shapes = {name: tuple(parameter.shape) for parameter, name in names.items()}
-    sites = sites_by_name(parts, names.values(), per_head)
+    sites = sites_by_name(parts, per_head)
     options = {"flatten_conv": flatten_conv, "per_head": bool(per_head)}
     takes_unknown = unknown == "matrix"
     classified = _classify_all(parameters, targets, shapes, sites, takes_unknown, options)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -25,9 +24,7 @@ _WIDTH_AND_NUMBER = (
 """Fields with the width of a model and the number of heads that share it."""
 
 
-def sites_by_name(
-    parts: Sequence[nn.Module], names: Iterable[str], per_head: bool | int = False
-) -> dict[str, Site]:
+def sites_by_name(parts: Sequence[nn.Module], per_head: bool | int = False) -> dict[str, Site]:
     """Read the facts about each parameter from its module, and its heads from the attention.
 
     The nearest enclosing module with sizes of heads, in its own attributes or in its configuration,
@@ -35,42 +32,32 @@ def sites_by_name(
 
     Args:
         parts: Modules of the model.
-        names: Cleaned names of its parameters.
         per_head: Argument of `amo_dist.param_groups`; an integer is the rows of every head.
 
     Returns:
-        Site of every parameter, by name.
+        Site of every parameter, by each of its cleaned names.
     """
-    heads_by_module: dict[str, Heads] = {}
-    own: dict[str, Site] = {}
-    for part in parts:
-        for name, module in part.named_modules():
-            cleaned = clean_name(name)
-            if (heads := _heads_of(module)) is not None:
-                heads_by_module.setdefault(cleaned, heads)
-            for field, _ in module.named_parameters(prefix=name, recurse=False):
-                own.setdefault(clean_name(field), _site_of(module))
     sites: dict[str, Site] = {}
-    for name in names:
-        site, module_name = own.get(name, Site()), name
-        while module_name and site.heads is None:
-            module_name = module_name.rpartition(".")[0]
-            site = dataclasses.replace(site, heads=heads_by_module.get(module_name))
-        if per_head and per_head is not True:
-            site = dataclasses.replace(site, heads=Heads(per_head, per_head, per_head))
-        sites[name] = site
+    chosen = None if isinstance(per_head, bool) else Heads(per_head, per_head, per_head)
+
+    def visit(module: nn.Module, prefix: str, outer: Heads | None) -> None:
+        heads = chosen or _heads_of(module) or outer
+        # GPT-2 of Hugging Face. FSDP2 makes a subclass of a module's class.
+        is_conv1d = any(kind.__name__ == "Conv1D" for kind in type(module).__mro__)
+        site = Site(
+            heads,
+            is_convolution=isinstance(module, _ConvNd),
+            is_embedding=isinstance(module, (nn.Embedding, nn.EmbeddingBag)),
+            output_dim=int(is_conv1d or isinstance(module, _ConvTransposeNd)),
+        )
+        for name, _ in module.named_parameters(recurse=False):
+            sites.setdefault(clean_name(prefix + name), site)
+        for name, child in module.named_children():
+            visit(child, f"{prefix}{name}.", heads)
+
+    for part in parts:
+        visit(part, "", None)
     return sites
-
-
-def _site_of(module: nn.Module) -> Site:
-    """Read the facts that the module of a parameter gives by its class."""
-    # GPT-2 of Hugging Face. FSDP2 makes a subclass of a module's class.
-    is_conv1d = any(kind.__name__ == "Conv1D" for kind in type(module).__mro__)
-    return Site(
-        is_convolution=isinstance(module, _ConvNd),
-        is_embedding=isinstance(module, (nn.Embedding, nn.EmbeddingBag)),
-        output_dim=int(is_conv1d or isinstance(module, _ConvTransposeNd)),
-    )
 
 
 def _heads_of(module: nn.Module) -> Heads | None:

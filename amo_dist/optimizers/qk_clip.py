@@ -120,7 +120,7 @@ def _attentions(
             is_normed = attention in logits and _KEY_NORM.fullmatch(last)
             norm = f"{last}, which cancels any scale of the weights before it"
             require(not is_normed, attention, norm, "an attention without a norm of its keys")
-    sites = sites_by_name(parts, params, per_head)
+    sites = sites_by_name(parts, per_head)
     return [_attention(name, below[name], params, patterns, sites) for name in logits]
 
 
