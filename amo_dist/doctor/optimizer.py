@@ -28,11 +28,22 @@ round otherwise, and results of Newton-Schulz in bfloat16 then differ by a few r
 
 
 def checks(site: Site) -> list[Check]:
-    """List the checks of this file in the order in which they run."""
+    """List the checks of this file in the order in which they run.
+
+    For each layout a whole run to the lock is compared with one process: the first layout trains on
+    each rank alone and is the twin of the others.
+    """
+    twin: dict[str, Any] = {}
+    size, listed = site.world_size, []
+    for layout, least in LAYOUTS.items():
+        fits = size >= least and (least < 4 or size % 2 == 0)
+        skip = "" if fits else f"not with {size} ranks"
+        run = functools.partial(against_twin, site, layout, twin)
+        listed.append(Check(f"layout {layout}", run, layout_figure, skip=skip))
     on_cpu = "" if site.is_cuda else "no CUDA device"
     waited = "the host waited for nothing in a locked step"
     return [
-        *layouts(site),
+        *listed,
         Check("skipped step", functools.partial(skipped, site), "NaN on one rank: skipped on all"),
         Check("no waits", functools.partial(no_waits, site), waited, skip=on_cpu),
     ]
@@ -43,21 +54,6 @@ def _run(site: Site, config: AMOConfig = CONFIG) -> Run:
 
 
 # ------------------------------------------------------------------ layouts
-
-
-def layouts(site: Site) -> list[Check]:
-    """List a check per layout: a whole run to the lock, compared with one process.
-
-    The first layout trains on each rank alone and is the twin of the others.
-    """
-    twin: dict[str, Any] = {}
-    size, listed = site.world_size, []
-    for layout, least in LAYOUTS.items():
-        fits = size >= least and (least < 4 or size % 2 == 0)
-        skip = "" if fits else f"not with {size} ranks"
-        run = functools.partial(against_twin, site, layout, twin)
-        listed.append(Check(f"layout {layout}", run, layout_figure, skip=skip))
-    return listed
 
 
 def against_twin(site: Site, layout: str, twin: dict[str, Any]) -> dict[str, Any]:

@@ -289,11 +289,10 @@ class Amo(Source):
 
     def state_at(self, step: int) -> StepsAndElls:
         """Newton-Schulz steps and effective ``ell`` of each type at an optimizer step."""
-        is_planned = self.phase(step) in ("transition", "locked")
-        if self.plan is None and is_planned and self._members:
-            fail("step", step, f"at most {self.observe_until} before the plan is made")
-        if self.plan is None or not is_planned:
+        if self.phase(step) in ("observation", "uniform") or not self._members:
             return dict.fromkeys(self._members, (self.config.base_steps, self.config.base_ell))
+        if self.plan is None:
+            fail("step", step, f"at most {self.observe_until} before the plan is made")
         return self.plan.state_at(Fraction(self.version(step), self.config.transition_steps))
 
     # ---------------------------------------------------------------- observations
