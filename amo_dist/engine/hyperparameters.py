@@ -11,12 +11,9 @@ from torch import Tensor
 
 from amo_dist.config import NESTEROV, MathConfig
 
-_KEYS = frozenset(
-    {
-        *("params", "algorithm", "control", "lr", "lr_multiplier", "weight_decay"),
-        *("betas", "eps", "momentum", "nesterov"),
-    }
-)
+_REQUIRED = ("params", "algorithm", "lr", "lr_multiplier", "weight_decay", "betas", "eps")
+"""Keys that every parameter group must have."""
+_KEYS = frozenset({*_REQUIRED, "control", "momentum", "nesterov"})
 """Keys of a parameter group that every optimizer reads."""
 _NOTES = frozenset(
     {
@@ -29,8 +26,6 @@ _NOTES = frozenset(
 """Keys in which users, schedulers and PyTorch's checkpoint helpers keep notes of their own."""
 _OFF = frozenset({"capturable", "maximize", "differentiable", "amsgrad"})
 """Options of PyTorch's optimizers that are not offered, and may say so."""
-_REQUIRED = ("params", "algorithm", "lr", "lr_multiplier", "weight_decay", "betas", "eps")
-"""Keys that every parameter group must have."""
 _LEAST_RATE = -1e-12
 """Least number that counts as zero: PyTorch's ``LinearLR`` ends at -1e-18 by rounding."""
 
@@ -58,8 +53,7 @@ def check_keys(groups: Sequence[Mapping[str, Any]], own_keys: Iterable[str] = ()
 
 
 def check_groups(
-    groups: Sequence[Mapping[str, Any]],
-    check: Callable[[Mapping[str, Any]], None] | None = None,
+    groups: Sequence[Mapping[str, Any]], check: Callable[[Mapping[str, Any]], None]
 ) -> None:
     """Refuse groups with which no step can be taken; at each step, as schedulers write to them.
 
@@ -78,7 +72,7 @@ def check_groups(
         if missing := [key for key in _REQUIRED if key not in group]:
             raise ValueError(f"{place}{missing[0]}: found none, expected its value")
         check_hyperparameters(group, place)
-        if check is not None and group.get("algorithm") == "muon":
+        if group["algorithm"] == "muon":
             try:
                 check(group)
             except ValueError as error:

@@ -64,7 +64,6 @@ class UpdateRule:
                 "updates itself, expected 'match_rms_adamw'"
             )
         self.config = config
-        self.has_check = kind.check is not UpdateRule.check
         self.has_pre = kind.pre is not UpdateRule.pre
         self.has_post = kind.post is not UpdateRule.post
         if self.sets_weights and not self.has_post:

@@ -203,8 +203,7 @@ class Muon(torch.optim.Optimizer):
         self._residual = self._observe_seconds = 0.0
 
     def _check_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        rule = self._engine.rule
-        check_groups(groups, rule.check if rule.has_check else None)
+        check_groups(groups, self._engine.rule.check)
 
     # ---------------------------------------------------------------- one step
 
