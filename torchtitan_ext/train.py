@@ -40,8 +40,8 @@ def main(args: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0 at the end, 75 for a stop after which the same command goes on, 143 for
         one that saved nothing, 2 for a mistake of the user, and 1 for a checkpoint that cannot be
-        written; each error is explained in one line. Under torchrun, which would start a stopped
-        rank again, a stop is 0 once a step was made.
+        written; each error is explained in one line. Under `amo train` a stop is 0 once a step was
+        made, as torchrun would start the rank again; the command reads the outcome.
     """
     if is_first := os.environ.get("RANK", "0") == "0":
         print("loading PyTorch and torchtitan ...", flush=True)
@@ -71,7 +71,7 @@ def main(args: Sequence[str] | None = None) -> int:
                 return _explain(error, USER_ERROR)
             raise
     write_exit_reason(outcome)
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    if LAUNCHER in os.environ:
         return 0
     return {"done": 0, "stopped": STOPPED, "unsaved": UNSAVED}[outcome]
 
