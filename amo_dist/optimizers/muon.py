@@ -167,15 +167,12 @@ class Muon(torch.optim.Optimizer):
         defaults |= {name: value for name, value in arguments.items() if value is not None}
         check_hyperparameters(defaults)
         defaults |= {"lr_multiplier": 1.0, "control": ""}
-        self._is_built = False
         super().__init__(groups, defaults)
-        self._is_built = True
         # PyTorch's schedulers that cycle a momentum take `betas` where there are any: AdamW's, and
         # not Muon's. Groups have `momentum` where they, or a scheduler, name it.
         del self.defaults["betas"]
         self._structure, self._allow_no_matrices = structure, allow_no_matrices
-        self._process_group, self._stopwatch = process_group, _Stopwatch()
-        self._dtypes = config.ns_dtype, config.wire_dtype
+        self._process_group, self._dtypes = process_group, (config.ns_dtype, config.wire_dtype)
         self._assemble(ScheduleState(config, copy.copy(source)))
         check_keys(self.param_groups, self.rule_class.defaults)
         self._check_groups(self.param_groups)
@@ -255,33 +252,30 @@ class Muon(torch.optim.Optimizer):
     @torch.inference_mode(False)  # buffers outlive the caller's mode
     @torch.no_grad()
     def _step(self) -> None:
-        with self._stopwatch.measure(self._engine.parameters.device):
-            fault: ValueError | None = None
-            try:
-                self._adopt_swapped_parameters()
-                self._engine.parameters.check(self.state)
-                self._check_groups(self.param_groups)
-            except ValueError as error:
-                fault = error
-            engine = self._engine
-            if not engine.is_connected:
-                self._connect(fault)
-            self._read_verdict()
-            orders = self._orders()
-            verdict = engine.agree(orders, fault)
-            if verdict.is_idle:
-                return
-            step = None
-            if verdict.reason:
-                self._count_skipped(orders.step, verdict.reason)
-            else:
-                step = engine.run(orders, verdict)
-            self._schedule_state = dataclasses.replace(
-                self._schedule_state, steps_taken=orders.step
-            )
-            for measurement in orders.measurements:
-                with torch.profiler.record_function("amo::observe"):
-                    observe(engine, step, measurement)
+        fault: ValueError | None = None
+        try:
+            self._adopt_swapped_parameters()
+            self._engine.parameters.check(self.state)
+            self._check_groups(self.param_groups)
+        except ValueError as error:
+            fault = error
+        engine = self._engine
+        if not engine.is_connected:
+            self._connect(fault)
+        self._read_verdict()
+        orders = self._orders()
+        verdict = engine.agree(orders, fault)
+        if verdict.is_idle:
+            return
+        step = None
+        if verdict.reason:
+            self._count_skipped(orders.step, verdict.reason)
+        else:
+            step = engine.run(orders, verdict)
+        self._schedule_state = dataclasses.replace(self._schedule_state, steps_taken=orders.step)
+        for measurement in orders.measurements:
+            with torch.profiler.record_function("amo::observe"):
+                observe(engine, step, measurement)
 
     def _read_verdict(self) -> None:
         """Read the verdict of the last step, if nobody has read it.
@@ -617,7 +611,6 @@ class Muon(torch.optim.Optimizer):
             **values,
             "newton_schulz/residual": self._residual,
             "optimizer/steps_skipped": float(self._schedule_state.steps_skipped),
-            "optimizer/seconds": self._stopwatch.seconds(),
             "optimizer/observe_seconds": self._observe_seconds,
         }
 
@@ -712,7 +705,7 @@ class Muon(torch.optim.Optimizer):
         Raises:
             ValueError: After construction.
         """
-        if getattr(self, "_is_built", False):
+        if hasattr(self, "_engine"):
             raise ValueError(
                 "add_param_group: found a group after construction, expected all groups at once, "
                 "as ranks agree on them only once: build a new optimizer with all groups, and copy "
@@ -729,7 +722,7 @@ class Muon(torch.optim.Optimizer):
             "_dtypes": self._dtypes,
             "_allow_no_matrices": self._allow_no_matrices,
         }
-        kept |= {"_is_built": True, "_process_group": group, "control": self._state_to_save()}
+        kept |= {"_process_group": group, "control": self._state_to_save()}
         return {**super().__getstate__(), **kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -737,7 +730,6 @@ class Muon(torch.optim.Optimizer):
         kept = {key: value for key, value in state.items() if key != "control"}
         group = state["_process_group"].group
         super().__setstate__({**kept, "_process_group": group})
-        self._stopwatch = _Stopwatch()
         self._assemble(state["control"])
 
     def __repr__(self) -> str:
@@ -782,37 +774,3 @@ def _holds_values(state: Mapping[Any, Mapping[str, Tensor]]) -> bool:
     """Whether any tensor of the state is not all zero; waits for the device."""
     tensors = (local_tensor(value) for own in state.values() for value in own.values())
     return any(bool(tensor.any()) for tensor in tensors)
-
-
-class _Stopwatch:
-    """Measures the last run of a part of the program.
-
-    On CUDA it is bracketed by events, which are read, and waited for, only in `seconds`.
-    """
-
-    def __init__(self) -> None:
-        self._seconds = 0.0
-        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
-
-    @contextlib.contextmanager
-    def measure(self, device: torch.device) -> Iterator[None]:
-        """Measure the body, replacing what was measured before."""
-        if device.type == "cuda":
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            # The stream of the parameters: without it each rank would use that of device 0.
-            begin.record(torch.cuda.current_stream(device))
-            yield
-            end.record(torch.cuda.current_stream(device))
-            self._events = begin, end
-            return
-        start = time.perf_counter()
-        yield
-        self._seconds = time.perf_counter() - start
-
-    def seconds(self) -> float:
-        """Seconds of the last run; 0 before the first."""
-        if self._events is not None:
-            begin, end = self._events
-            end.synchronize()
-            self._events, self._seconds = None, begin.elapsed_time(end) / 1e3
-        return self._seconds

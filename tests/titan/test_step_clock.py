@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from torchtitan_ext.plugin.step_clock import StepClock
+from torchtitan_ext.runs.step_clock import StepClock
 
 
 @dataclasses.dataclass

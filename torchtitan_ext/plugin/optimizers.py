@@ -27,7 +27,7 @@ from amo_dist.schedule.coefficients import named_schedule
 from amo_dist.schedule.types import Schedule
 from torchtitan_ext.config.schedule_file import load_schedule_file
 from torchtitan_ext.plugin import hyperparameters
-from torchtitan_ext.plugin.step_clock import StepClock
+from torchtitan_ext.runs.step_clock import StepClock
 
 STOCK = ("AdamW", "Adam")
 """Values of ``optimizer.name`` that are PyTorch's own; they orthogonalize nothing."""

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from amo_dist.optimizers.muon import Muon
 from amo_dist.schedule.source import Amo
 from torchtitan_ext.runs.run_files import RunFiles
+from torchtitan_ext.runs.step_clock import StepClock
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,10 @@ class RunLog:
         self._files = RunFiles(Path(folder)) if writes else None
         self._step: int | None = None
         self._time = time.perf_counter()
+        self._clock = StepClock(optimizer.param_groups[0]["params"][0].device)
+        if writes:
+            optimizer.register_step_pre_hook(self._clock.start)
+            optimizer.register_step_post_hook(self._clock.stop)
 
     def __call__(
         self, loss: float | torch.Tensor, step: int | None = None, **figures: float | torch.Tensor
@@ -142,7 +147,7 @@ class RunLog:
             "loss": _number(loss),
             "lr": float(self._optimizer.param_groups[0]["lr"]),
             "seconds_per_step": seconds / num_steps,
-            "optimizer_seconds_per_step": latest.metrics.get("optimizer/seconds"),
+            "optimizer_seconds_per_step": self._clock.take() / num_steps,
             "tokens_per_second": None if tokens is None else (tokens - before) / seconds,
             "phase": latest.phase,
             "num_steps_by_type": latest.num_steps_by_type,
