@@ -218,9 +218,14 @@ def find_target(
             return (None, "depthwise") if shape[1] == 1 else ("conv", "")
         return None, f"{len(shape)}-D"
     if len(shape) <= 3:
-        built_in, reason = _built_in(name, shape, shapes, site, in_block)
+        matches = ((_ends_in(name, tail), kind) for tail, kind in _ANYWHERE + _IN_BLOCKS * in_block)
+        kind = next((match.expand(kind) for match, kind in matches if match), None)
+        if kind is not None:
+            built_in: Target = _packed(name, shape, shapes, site, kind)
+        else:
+            built_in = _fused(name, shape, shapes) if in_block else None
         if built_in is not None:
-            return built_in, reason
+            return built_in, "fused, as one matrix" if built_in in _AS_ONE else ""
         # A tensor of three dims may be more than a vector or the kernel of a convolution.
         is_more = "conv" not in name and sum(size > 1 for size in shape) > 1
         if in_block and (len(shape) == 2 or is_more):
@@ -327,19 +332,6 @@ def unknown_matrices(unknown: Shapes, others: Shapes | None = None) -> ValueErro
 
 def _ends_in(name: str, tail: str) -> re.Match[str] | None:
     return re.fullmatch(rf"(?:.*\.)?(?:{tail})", name)
-
-
-def _built_in(
-    name: str, shape: tuple[int, ...], shapes: Shapes, site: Site, in_block: bool
-) -> tuple[Target, str]:
-    """Look a name up in the tables: its target, None if no row matches, and a remark."""
-    matches = ((_ends_in(name, tail), kind) for tail, kind in _ANYWHERE + _IN_BLOCKS * in_block)
-    target: Target = next((match.expand(kind) for match, kind in matches if match), None)
-    if isinstance(target, str):
-        target = _packed(name, shape, shapes, site, target)
-    elif in_block:
-        target = _fused(name, shape, shapes)
-    return target, "fused, as one matrix" if target in _AS_ONE else ""
 
 
 def _packed(

@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor
 
 from amo_dist.distributed.layout import layout_of, local_tensor
 from amo_dist.distributed.ranks import GroupLike, this_rank
-from amo_dist.operators.groups import named_parameters
 from amo_dist.operators.modules import sites_by_name
 from amo_dist.operators.patterns import Patterns, check_patterns, clean_name, find_target
 from amo_dist.operators.views import Fused, Site, by_head, require
@@ -89,7 +88,11 @@ def qk_clip_(
     require(is_valid, "threshold", repr(threshold), "a finite number > 0")
     parts = [model] if isinstance(model, nn.Module) else model
     logits = {clean_name(name): values for name, values in max_logits.items()}
-    attentions = _attentions(parts, logits, check_patterns(patterns), per_head)
+    modules = {clean_name(name): module for part in parts for name, module in part.named_modules()}
+    targets, sites = check_patterns(patterns), sites_by_name(parts, per_head)
+    attentions = [
+        _attention(name, modules.get(name, nn.Module()), targets, sites) for name in logits
+    ]
     greatest_by_name = _greatest(attentions, logits, process_group)
     gammas: dict[str, Tensor] = {}
     for name, attention in zip(max_logits, attentions, strict=True):
@@ -100,38 +103,16 @@ def qk_clip_(
     return gammas
 
 
-def _attentions(
-    parts: Sequence[nn.Module],
-    logits: Mapping[str, Tensor],
-    patterns: Patterns,
-    per_head: bool | int,
-) -> list[_Attention]:
-    """Find the attentions with logits, in the order of these."""
-    params = {name: param for param, name in named_parameters(parts).items()}
-    below: dict[str, list[str]] = defaultdict(list)
-    for name in params:
-        module = name
-        while module := module.rpartition(".")[0]:
-            if module in logits:
-                below[module].append(name)
-    for part in parts:
-        for name, _ in part.named_modules():
-            attention, _, last = clean_name(name).rpartition(".")
-            is_normed = attention in logits and _KEY_NORM.fullmatch(last)
-            norm = f"{last}, which cancels any scale of the weights before it"
-            require(not is_normed, attention, norm, "an attention without a norm of its keys")
-    sites = sites_by_name(parts, per_head)
-    return [_attention(name, below[name], params, patterns, sites) for name in logits]
-
-
 def _attention(
-    name: str,
-    below: Sequence[str],
-    params: Mapping[str, nn.Parameter],
-    patterns: Patterns,
-    sites: Mapping[str, Site],
+    name: str, module: nn.Module, patterns: Patterns, sites: Mapping[str, Site]
 ) -> _Attention:
-    shapes = {param: tuple(params[param].shape) for param in below}
+    """Find the queries and keys of an attention; an empty module has none, which is an error."""
+    for child, _ in module.named_modules():
+        norm = f"{child}, which cancels any scale of the weights before it"
+        is_fine = _KEY_NORM.fullmatch(clean_name(child)) is None
+        require(is_fine, name, norm, "an attention without a norm of its keys")
+    params = {clean_name(f"{name}.{field}"): p for field, p in module.named_parameters()}
+    shapes = {param: tuple(tensor.shape) for param, tensor in params.items()}
     held: list[tuple[nn.Parameter, Fused]] = []
     counts: Counter[str] = Counter()
     rotary = 0
@@ -190,19 +171,18 @@ def _greatest(
 def _scale(attention: _Attention, gamma: Tensor) -> None:
     """Multiply the rows of each head by their factors."""
     root, is_grouped = gamma.sqrt(), attention.num_keys < attention.num_queries
+    factor_by_kind = dict.fromkeys(_QUERIES, gamma if is_grouped else root)
+    if not is_grouped:
+        factor_by_kind |= dict.fromkeys(_KEYS, root)
 
     def factors_of(kind: str, fused: Fused, size: int) -> Tensor:
         """Factors of the rows of a part."""
-        number = fused.heads.get(kind, 0)
-        if not number or kind not in (*_QUERIES, *_KEYS) or (is_grouped and kind in _KEYS):
+        if kind not in factor_by_kind or kind not in fused.heads:
             return gamma.new_ones(size)
-        rows = size // number
-        own = gamma if is_grouped else root
-        if not attention.rotary or kind in _KEYS:
-            return own.unsqueeze(1).expand(-1, rows).flatten()
-        content = root.unsqueeze(1).expand(-1, rows - attention.rotary)
-        rotated = gamma.unsqueeze(1).expand(-1, attention.rotary)
-        return torch.cat([content, rotated], dim=1).flatten()
+        rows = factor_by_kind[kind].unsqueeze(1).repeat(1, size // fused.heads[kind])
+        if attention.rotary and kind in _QUERIES:
+            rows[:, -attention.rotary :] = gamma.unsqueeze(1)
+        return rows.flatten()
 
     for param, fused in attention.held:
         # The order of storage: each group has its share of every part.
