@@ -128,19 +128,19 @@ def least_error(curves: Sequence[Curve], budget: int, costs: Sequence[int]) -> t
         fronts.insert(0, _front(curve, cost, fronts[0], budget))
     best = _within(fronts[0], budget)
     allocation: list[int] = []
-    for curve, cost, rest in zip(errors, costs, fronts[1:], strict=True):
-        k = next(k for k in sorted(curve) if curve[k] + _within(rest, budget - k * cost) == best)
+    for curve, cost, later in zip(errors, costs, fronts[1:], strict=True):
+        k = next(k for k in sorted(curve) if curve[k] + _within(later, budget - k * cost) == best)
         allocation.append(k)
         budget, best = budget - k * cost, best - curve[k]
     return tuple(allocation)
 
 
-def _front(curve: Mapping[int, int], cost: int, rest: _Front, budget: int) -> _Front:
+def _front(curve: Mapping[int, int], cost: int, later: _Front, budget: int) -> _Front:
     """Pairs within a budget that a type reaches together with the types after it."""
     points = sorted(
         (flops + k * cost, error + more)
         for k, more in curve.items()
-        for flops, error in rest
+        for flops, error in later
         if flops + k * cost <= budget
     )
     front: _Front = []
