@@ -13,7 +13,6 @@ from torch import nn
 from amo_dist.config import sort_operator_types
 from amo_dist.operators.modules import sites_by_name
 from amo_dist.operators.patterns import (
-    BY_PATTERN,
     OUTSIDE,
     UNKNOWN,
     Classified,
@@ -26,7 +25,7 @@ from amo_dist.operators.patterns import (
     is_head,
     unknown_matrices,
 )
-from amo_dist.operators.views import ADAMW, Site, cut_views, in_heads, require
+from amo_dist.operators.views import ADAMW, Site, cut_views, require
 
 
 def param_groups(
@@ -108,8 +107,6 @@ def param_groups(
     options = {"flatten_conv": flatten_conv, "per_head": bool(per_head)}
     takes_unknown = unknown == "matrix"
     classified = _classify_all(parameters, targets, shapes, sites, takes_unknown, options)
-    if per_head:
-        _check_heads(classified, sites)
     pairs_by_key = defaultdict[tuple[bool, bool, int], list[tuple[str, nn.Parameter]]](list)
     for name, parameter in parameters:
         views, reason = classified[name]
@@ -204,19 +201,6 @@ def _classify_all(
         outside = {name: shapes[name] for name, (_, why) in classified.items() if why == OUTSIDE}
         raise unknown_matrices({name: shapes[name] for name in unknown}, outside)
     return classified
-
-
-def _check_heads(classified: Mapping[str, Classified], sites: Mapping[str, Site]) -> None:
-    """Refuse attentions that ``per_head`` cannot divide."""
-    for name, (views, reason) in classified.items():
-        kinds = {view.operator_type for view in views or ()}
-        has_rows = sites[name].heads is not None or not any(map(in_heads, kinds))
-        expected = "per_head=ROWS of one head, or a pattern with Fused(..., heads=...)"
-        require(has_rows, f"per_head: {name}", "no module that gives the rows of a head", expected)
-        is_packed = kinds <= {"attn_qkv", "attn_qkvz", "attn_q_gate"} and bool(kinds)
-        has_order = not is_packed or reason == BY_PATTERN
-        expected = "a pattern with Fused(..., groups=..., heads=...)"
-        require(has_order, f"per_head: {name}", "queries, keys, values in unknown order", expected)
 
 
 def describe(

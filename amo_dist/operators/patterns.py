@@ -115,7 +115,8 @@ _GATE_UP_EXPERTS = r"experts\.gate_up_proj"
 # shape distinguishes them.
 _ONE_QKV = rf"{_ATTENTION}(?:query_key_value|qkv_proj)\.weight"
 # Fused parameters that stay one matrix: their parts are ambiguous or single rows.
-_AS_ONE = ("attn_qkv", "attn_qkvz", "attn_q_gate", "expert_gate_up", "ssm_in")
+_INTERLEAVED = ("attn_qkv", "attn_qkvz", "attn_q_gate")
+_AS_ONE = (*_INTERLEAVED, "expert_gate_up", "ssm_in")
 
 # Ends of names that go to AdamW, even for a matrix inside a block, and the reason.
 _ADAMW_NAMES: _Table = (
@@ -180,13 +181,16 @@ def find_views(
         per_head: Whether to divide the parameter by the heads of its attention.
 
     Raises:
-        ValueError: A pattern or the heads do not fit the shape.
+        ValueError: A pattern or the heads do not fit the shape, or nothing gives the heads.
     """
     site = site or Site()
     target, reason = find_target(name, shape, patterns, shapes, site, flatten_conv)
     if target is None:
         return None, reason
     if per_head:
+        has_order = reason == BY_PATTERN or target not in _INTERLEAVED
+        expected = "a pattern with Fused(..., groups=..., heads=...)"
+        require(has_order, f"per_head: {name}", "queries, keys, values in unknown order", expected)
         target = by_head(name, shape, target, site)
     if isinstance(target, str) and _experts_dim(name, shape, shapes):
         site = dataclasses.replace(site, output_dim=1)

@@ -149,16 +149,21 @@ def by_head(name: str, shape: tuple[int, ...], target: str | Fused, site: Site) 
         name: Name of the parameter, for errors.
         shape: Shape of the parameter.
         target: Target of the parameter without heads.
-        site: Facts that the modules give; without heads nothing is divided.
+        site: Facts that the modules give.
 
     Returns:
         The target with heads.
 
     Raises:
-        ValueError: The rows are no multiple of a head's.
+        ValueError: The rows are no multiple of a head's, or neither the target nor a module gives
+            the heads.
     """
     heads = site.heads
     if heads is None:
+        kinds = {target} if isinstance(target, str) else dict(target.parts).keys() - target.heads
+        expected = "per_head=ROWS of one head, or a pattern with Fused(..., heads=...)"
+        has_rows = not any(map(in_heads, kinds))
+        require(has_rows, f"per_head: {name}", "no module that gives the rows of a head", expected)
         return target
     if target == "mla_kv_b":  # each head's keys, then its values
         number = _num_heads(name, shape[-2], heads.key + heads.value)

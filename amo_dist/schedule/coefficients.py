@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from amo_dist.config import OPERATOR_TYPES, Triple
 from amo_dist.schedule.polar_express import SAFETY, compose
 from amo_dist.schedule.types import Schedule
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class NamedSchedule:
-    """A schedule known by name, fixed for a whole run."""
+class NamedSchedule(NamedTuple):
+    """A schedule known by name, fixed for a whole run.
+
+    Attributes:
+        schedule: Schedule of every operator type that ``by_type`` does not name.
+        by_type: Operator types with a schedule of their own.
+    """
 
     schedule: Schedule
-    """Schedule of every operator type that ``by_type`` does not name."""
-    by_type: Mapping[str, Schedule] = dataclasses.field(default_factory=dict)
-    """Operator types with a schedule of their own."""
+    by_type: Mapping[str, Schedule] = {}
 
 
 def named_schedule(name: str) -> NamedSchedule:

@@ -241,14 +241,11 @@ class Amo(Source):
         A budget that cannot be met is refused now: it must not come to light at the last
         observation, hours into a run.
         """
-        members: dict[str, list[MatrixInfo]] = {
-            name: [] for name in sort_operator_types(m.operator_type for m in registry)
-        }
-        for matrix in sorted(registry, key=lambda matrix: matrix.name):
-            members[matrix.operator_type].append(matrix)
-        self._members = members
+        types = sort_operator_types(matrix.operator_type for matrix in registry)
+        ordered = sorted(registry, key=lambda matrix: matrix.name)
+        self._members = {t: [m for m in ordered if m.operator_type == t] for t in types}
         self._check_types()
-        if members:
+        if types:
             check_budget(self.config, self._costs())
 
     def _check_types(self) -> None:

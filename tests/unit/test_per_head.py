@@ -69,6 +69,9 @@ def test_what_a_pattern_says_of_heads_holds() -> None:
     model = told(module_of({"layers.0.mine": (12, 8)}), "layers.0", head_dim=3)
     patterns = {r".*mine": "attn_q"}
     assert counts(param_groups(model, patterns=patterns, per_head=True)) == {"layers.0.mine": 4}
+    model = module_of({"layers.0.mine": (12, 8)})  # no module gives heads
+    patterns = {r".*mine": Fused((("attn_q", 12),), heads={"attn_q": 6})}
+    assert counts(param_groups(model, patterns=patterns, per_head=True)) == {"layers.0.mine": 6}
 
 
 def test_unknown_matrices_stay_whole_beside_heads() -> None:
