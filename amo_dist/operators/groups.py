@@ -22,10 +22,9 @@ from amo_dist.operators.patterns import (
     check_patterns,
     clean_name,
     find_views,
-    is_head,
     unknown_matrices,
 )
-from amo_dist.operators.views import ADAMW, Site, cut_views, require
+from amo_dist.operators.views import ADAMW, Site, require
 
 
 def param_groups(
@@ -105,8 +104,8 @@ def param_groups(
     shapes = {name: tuple(parameter.shape) for parameter, name in names.items()}
     sites = sites_by_name(parts, per_head)
     options = {"flatten_conv": flatten_conv, "per_head": bool(per_head)}
-    takes_unknown = unknown == "matrix"
-    classified = _classify_all(parameters, targets, shapes, sites, takes_unknown, options)
+    options["takes_unknown"] = unknown == "matrix"
+    classified = _classify(parameters, targets, shapes, sites, **options)
     pairs_by_key = defaultdict[tuple[bool, bool, int], list[tuple[str, nn.Parameter]]](list)
     for name, parameter in parameters:
         views, reason = classified[name]
@@ -163,43 +162,26 @@ def _check_use(
         require(False, field, f"{pattern!r}, which matches no parameter", expected)
 
 
-def _classify_all(
+def _classify(
     parameters: Sequence[tuple[str, nn.Parameter]],
     targets: Patterns,
     shapes: Shapes,
     sites: Mapping[str, Site],
-    takes_unknown: bool,
-    options: Mapping[str, bool],
+    **options: bool,
 ) -> dict[str, Classified]:
-    """Classify all parameters by name; see `param_groups`.
-
-    Args:
-        parameters: Names and parameters to train.
-        targets: Checked patterns of the user.
-        shapes: Shapes of all parameters by name.
-        sites: Facts that the modules give, by name.
-        takes_unknown: Whether matrices of unknown names become the operator type ``matrix``.
-        options: ``flatten_conv`` and ``per_head`` of `find_views`.
-    """
+    """Matrices of all parameters to train, by name; ``options`` are those of `find_views`."""
     classified: dict[str, Classified] = {}
     for name, parameter in parameters:
-        shape, site = shapes[name], sites[name]
-        if parameter.is_complex():
-            classified[name] = None, "complex"
-            continue
-        views, reason = find_views(name, shape, targets, shapes, site=site, **options)
-        if takes_unknown and reason in (UNKNOWN, OUTSIDE):
-            # A matrix of one row or column is a vector, such as a magnitude of weight_norm.
-            is_matrix = len(shape) == 2 and min(shape) > 1 and not site.is_embedding
-            if is_matrix and not is_head(name):
-                views, reason = cut_views(name, shape, "matrix", site), UNKNOWN
-            elif reason == UNKNOWN and len(shape) == 2:
-                reason = "of one row or column"
-        classified[name] = views, reason
-    unknown = [name for name, (views, why) in classified.items() if not views and why == UNKNOWN]
-    if unknown:
-        outside = {name: shapes[name] for name, (_, why) in classified.items() if why == OUTSIDE}
-        raise unknown_matrices({name: shapes[name] for name in unknown}, outside)
+        classified[name] = None, "complex"
+        if not parameter.is_complex():
+            shape, site = shapes[name], sites[name]
+            classified[name] = find_views(name, shape, targets, shapes, site=site, **options)
+    shapes_by_reason = defaultdict[str, dict[str, tuple[int, ...]]](dict)
+    for name, (views, reason) in classified.items():
+        if views is None:
+            shapes_by_reason[reason][name] = shapes[name]
+    if UNKNOWN in shapes_by_reason:
+        raise unknown_matrices(shapes_by_reason[UNKNOWN], shapes_by_reason[OUTSIDE])
     return classified
 
 

@@ -166,6 +166,7 @@ def find_views(
     site: Site | None = None,
     flatten_conv: bool = False,
     per_head: bool = False,
+    takes_unknown: bool = False,
 ) -> Classified:
     """Find the matrices of a parameter and a short reason, ``UNKNOWN`` for an unknown matrix.
 
@@ -179,12 +180,21 @@ def find_views(
         site: Facts that the modules around the parameter give.
         flatten_conv: Argument of `amo_dist.param_groups`.
         per_head: Whether to divide the parameter by the heads of its attention.
+        takes_unknown: Whether matrices of unknown names become the operator type ``matrix``, but
+            for heads of models and embeddings.
 
     Raises:
         ValueError: A pattern or the heads do not fit the shape, or nothing gives the heads.
     """
     site = site or Site()
     target, reason = find_target(name, shape, patterns, shapes, site, flatten_conv)
+    # A matrix of one row or column is a vector, such as a magnitude of weight_norm.
+    is_matrix = len(shape) == 2 and min(shape) > 1 and not site.is_embedding
+    if takes_unknown and target is None and reason in (UNKNOWN, OUTSIDE):
+        if is_matrix and not is_head(name):
+            target, reason = "matrix", UNKNOWN
+        elif reason == UNKNOWN and len(shape) == 2:
+            reason = "of one row or column"
     if target is None:
         return None, reason
     if per_head:
