@@ -129,8 +129,7 @@ def param_groups(
             group["lr_multiplier"] = float([*factors.values()][index])
         groups.append(group)
     if report:
-        reasons = {name: reason for name, (_, reason) in classified.items()}
-        print(describe(groups, reasons, num_frozen))
+        print(describe(groups, classified, num_frozen))
     return groups
 
 
@@ -186,15 +185,13 @@ def _classify(
 
 
 def describe(
-    groups: Sequence[Mapping[str, Any]],
-    reasons: Mapping[str, str] | None = None,
-    num_frozen: int = 0,
+    groups: Sequence[Mapping[str, Any]], classified: Mapping[str, Classified], num_frozen: int
 ) -> str:
     """Format a table of names, shapes and operator types of the groups, followed by counts.
 
     Args:
         groups: Result of `param_groups`.
-        reasons: Reason of each parameter's operator type, by name.
+        classified: Matrices and reason of each parameter, by name.
         num_frozen: Number of frozen parameters that were left out.
     """
     rows = [("parameter", "shape", "operator type")]
@@ -202,16 +199,16 @@ def describe(
     for group in groups:
         notes = [f"{key} {group[key]}" for key in ("weight_decay", "lr_multiplier") if key in group]
         for name, parameter in group["params"]:
-            views = group.get("matrix_views", {}).get(name, ())
-            kinds = [view.operator_type for view in views] or [ADAMW]
+            views, reason = classified[name]
+            kinds = [view.operator_type for view in views or ()] or [ADAMW]
             counts.update(kinds)
             entries["orthogonalized" if views else ADAMW] += parameter.numel()
-            number = f"{len(views)} matrices" if len(views) > 1 else ""
-            remark = "; ".join(filter(None, [number, (reasons or {}).get(name), *notes]))
+            number = f"{len(kinds)} matrices" if len(kinds) > 1 else ""
+            remark = "; ".join(filter(None, [number, reason, *notes]))
             kind = ", ".join(sort_operator_types(kinds)) + (f" ({remark})" if remark else "")
             rows.append((name, str(tuple(parameter.shape)), kind))
     summary = [(kind, str(counts[kind])) for kind in sort_operator_types(counts)]
-    num_outside = list((reasons or {}).values()).count(OUTSIDE)
+    num_outside = [reason for _, reason in classified.values()].count(OUTSIDE)
     remedy = "patterns or unknown='matrix' orthogonalize them, lr_multipliers sets their rate"
     notice = [f"{num_outside} outside of any block go to AdamW: {remedy}", ""] * bool(num_outside)
     totals = [f"{number:,} entries {kind}" for kind, number in entries.items()]

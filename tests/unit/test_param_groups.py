@@ -9,7 +9,7 @@ from torch import nn
 
 from amo_dist import Muon
 from amo_dist.config import sort_operator_types
-from amo_dist.operators.groups import describe, param_groups
+from amo_dist.operators.groups import param_groups
 from amo_dist.operators.views import MatrixView
 from tests import runs
 from tests.distributed import models
@@ -228,9 +228,8 @@ def test_errors_name_the_argument(
 
 def test_report(capsys: pytest.CaptureFixture[str]) -> None:
     shapes = {**BLOCK, "transformer.h.0.attn.c_attn.weight": (4, 12), "adapter.weight": (2, 4)}
-    groups = param_groups(module_of(shapes), report=True, no_decay=["norm.weight"])
+    param_groups(module_of(shapes), report=True, no_decay=["norm.weight"])
     text = capsys.readouterr().out
-    assert describe(groups).splitlines()[0] in text
     by_name = {line.split()[0]: line for line in text.splitlines() if line}
     for name, kind in (
         ("layers.0.attention.wq.weight", "attn_q"),
