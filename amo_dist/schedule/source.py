@@ -389,7 +389,7 @@ class Amo(Source):
             "name": self.name,
             "begin": self._begin,
             "observations": [dataclasses.asdict(observation) for observation in self.observations],
-            "errors": dict(self._sums),
+            "errors": {name: {"totals": totals} for name, totals in self._sums.items()},
             "plan": None if self.plan is None else dataclasses.asdict(self.plan),
         }
 
@@ -405,7 +405,7 @@ class Amo(Source):
         assert isinstance(config, AMOConfig)
         self.config, self._begin = config, state["begin"]
         self.observations = tuple(Observation(**record) for record in state["observations"])
-        self._sums = state["errors"]
+        self._sums = {name: errors["totals"] for name, errors in state["errors"].items()}
         self.plan = None if state["plan"] is None else Plan.from_dict(state["plan"])
         if set(changed) - _SHARED:
             self._begin, self._sums, self.plan = step, {}, None
