@@ -188,13 +188,10 @@ def find_views(
     """
     site = site or Site()
     target, reason = find_target(name, shape, patterns, shapes, site, flatten_conv)
-    # A matrix of one row or column is a vector, such as a magnitude of weight_norm.
-    is_matrix = len(shape) == 2 and min(shape) > 1 and not site.is_embedding
-    if takes_unknown and target is None and reason in (UNKNOWN, OUTSIDE):
-        if is_matrix and not is_head(name):
-            target, reason = "matrix", UNKNOWN
-        elif reason == UNKNOWN and len(shape) == 2:
-            reason = "of one row or column"
+    if takes_unknown and reason in (UNKNOWN, OUTSIDE) and len(shape) == 2:
+        # A matrix of one row or column is a vector, such as a magnitude of weight_norm.
+        is_matrix = min(shape) > 1 and not site.is_embedding and not is_head(name)
+        target, reason = ("matrix", UNKNOWN) if is_matrix else (None, "head, embedding or vector")
     if target is None:
         return None, reason
     if per_head:
