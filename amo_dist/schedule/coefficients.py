@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from amo_dist.config import OPERATOR_TYPES, Triple
-from amo_dist.schedule.polar_express import SAFETY, compose
+from amo_dist.schedule.polar_express import SAFETY, compose, for_input_over
 from amo_dist.schedule.types import Schedule
 
 
@@ -67,6 +67,7 @@ _CANS_TRIPLES: tuple[Triple, ...] = (
 # searched for the worst, by a few tenths in larger matrices), and 0.2 % in each of the steps
 # suffices to send 1.1 to 4e6. So each takes its input to be this much larger, as in `compose`.
 CANS_GUARD = 1.02
+_GUARDED = (_CANS_TRIPLES[0], *(for_input_over(t, CANS_GUARD) for t in _CANS_TRIPLES[1:]))
 
 # Steps of each of OPERATOR_TYPES in the AMO paper's table of static operator-wise NS allocations.
 _STEP_TABLES = {
@@ -83,15 +84,6 @@ def _kj(steps: int) -> Schedule:
     return Schedule((_KJ_TRIPLE,) * steps, norm_scale=1.0)
 
 
-def _guarded(triples: tuple[Triple, ...], guard: float) -> tuple[Triple, ...]:
-    """Steps whose input, the first's aside, is divided by ``guard``."""
-    square = guard * guard
-    cube = guard * square
-    return triples[:1] + tuple(
-        (a / guard, b / cube, c / (cube * square)) for a, b, c in triples[1:]
-    )
-
-
 NAMED_SCHEDULES: Mapping[str, NamedSchedule] = {
     "kj": NamedSchedule(_kj(5)),
     "you": NamedSchedule(Schedule(_YOU_TRIPLES, norm_scale=1.0)),
@@ -99,7 +91,7 @@ NAMED_SCHEDULES: Mapping[str, NamedSchedule] = {
     # composed, so that each of the five kept carries the safety factor, which the composer leaves
     # out of the very last step alone.
     "pe": NamedSchedule(Schedule(compose(1e-3, 10)[:5], norm_scale=SAFETY)),
-    "cans": NamedSchedule(Schedule(_guarded(_CANS_TRIPLES, CANS_GUARD), norm_scale=SAFETY)),
+    "cans": NamedSchedule(Schedule(_GUARDED, norm_scale=SAFETY)),
     # Boissin et al., "Turbo-Muon" (2025): AOL brings the spectrum close to one, which saves You's
     # first step; without it these triples diverge on the largest singular values.
     "turbo": NamedSchedule(Schedule(_YOU_TRIPLES[1:], norm_scale=1.0, preconditioner="aol")),

@@ -122,10 +122,14 @@ def _step(lower: float, upper: float, *, is_last: bool) -> tuple[Triple, float]:
         # Fitted above the floor only, p is too small below it: centre its range on one again.
         rescale = 2.0 / (evaluate((a, b, c), lower) + evaluate((a, b, c), upper))
         a, b, c = a * rescale, b * rescale, c * rescale
-    if not is_last:
-        s = SAFETY
-        a, b, c = a / s, b / (s * s * s), c / (s * s * s * s * s)
-    return (a, b, c), evaluate((a, b, c), lower)
+    triple = (a, b, c) if is_last else for_input_over((a, b, c), SAFETY)
+    return triple, evaluate(triple, lower)
+
+
+def for_input_over(triple: Triple, s: float) -> Triple:
+    """The step that divides its input by ``s``, and then is that of a triple."""
+    a, b, c = triple
+    return a / s, b / (s * s * s), c / (s * s * s * s * s)
 
 
 def _best_quintic(lower: float, upper: float) -> Triple:
