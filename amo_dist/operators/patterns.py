@@ -389,8 +389,7 @@ def _fused(name: str, shape: tuple[int, ...], shapes: Shapes) -> Target:
         return Fused(tuple((kind, size) for kind in _QKV), dim=int(rows == size))
     if _ends_in(name, _ONE_QKV):
         # Phi has as many rows of queries as its output projection has columns.
-        head, is_phi, tail = name.rpartition(".qkv_proj.")
-        _, queries = shapes.get(f"{head}.o_proj.{tail}", (0, 0)) if is_phi else (0, 0)
+        _, queries = shapes.get(f"{name.rsplit('.', 2)[0]}.o_proj.weight", (0, 0))
         keys, odd = divmod(rows - queries, 2)
         if queries == 0 or keys <= 0 or odd:
             return "attn_qkv"
