@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from amo_dist.config import NESTEROV, MathConfig
+from amo_dist.config import NESTEROV, MathConfig, fail
 
 _REQUIRED = ("params", "algorithm", "lr", "lr_multiplier", "weight_decay", "betas", "eps")
 """Keys that every parameter group must have."""
@@ -92,18 +92,16 @@ def check_hyperparameters(values: Mapping[str, Any], place: str = "") -> None:
     """
     for field in ("lr", "lr_multiplier", "weight_decay", "eps"):
         if field in values and not is_below(values[field], math.inf):
-            raise ValueError(
-                f"{place}{field}: found {values[field]!r}, expected a finite number >= 0"
-            )
+            fail(f"{place}{field}", values[field], "a finite number >= 0")
     betas = values.get("betas", (0.0, 0.0))
     is_pair = isinstance(betas, Sequence) and len(betas) == 2
     if not is_pair or not all(is_below(beta, 1.0) for beta in betas):
-        raise ValueError(f"{place}betas: found {betas!r}, expected two numbers in [0, 1)")
+        fail(f"{place}betas", betas, "two numbers in [0, 1)")
     momentum, nesterov = values.get("momentum", 0.0), values.get("nesterov", True)
     if not is_below(momentum, 1.0):
-        raise ValueError(f"{place}momentum: found {momentum!r}, expected a number in [0, 1)")
+        fail(f"{place}momentum", momentum, "a number in [0, 1)")
     if not isinstance(nesterov, bool) and not is_below(nesterov, math.nextafter(10, 11)):
-        raise ValueError(f"{place}nesterov: found {nesterov!r}, expected {NESTEROV}")
+        fail(f"{place}nesterov", nesterov, NESTEROV)
 
 
 def is_below(value: object, end: float) -> bool:

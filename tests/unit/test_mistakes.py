@@ -142,7 +142,7 @@ def replace(field: str) -> Callable[[nn.Module, Muon], None]:
     [
         (lambda _, optimizer: optimizer.state.clear(), r"^state of .*\.momentum_buffer: found"),
         (lambda _, optimizer: optimizer.param_groups[0].pop("lr"), r"^groups\[0\].lr: found none"),
-        (set_rate(10**400), r"^groups\[0\].lr: found 1000\d+, "),
+        (set_rate(10**400), r"^groups\[0\].lr: found 1000"),
         (lambda _, optimizer: optimizer.load_state_dict(None), "^state_dict: found None"),
         (make_sparse, f"^{WQ}: found a sparse gradient"),
         (move, f"^{WQ}: found torch.float32 on meta, expected .* on cpu"),
