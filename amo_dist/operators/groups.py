@@ -171,16 +171,17 @@ def _classify(
     """Matrices of all parameters to train, by name; ``options`` are those of `find_views`."""
     classified: dict[str, Classified] = {}
     for name, parameter in parameters:
-        classified[name] = None, "complex"
-        if not parameter.is_complex():
+        if parameter.is_complex():
+            classified[name] = None, "complex"
+        else:
             shape, site = shapes[name], sites[name]
             classified[name] = find_views(name, shape, targets, shapes, site=site, **options)
-    shapes_by_reason = defaultdict[str, dict[str, tuple[int, ...]]](dict)
-    for name, (views, reason) in classified.items():
-        if views is None:
-            shapes_by_reason[reason][name] = shapes[name]
-    if UNKNOWN in shapes_by_reason:
-        raise unknown_matrices(shapes_by_reason[UNKNOWN], shapes_by_reason[OUTSIDE])
+    unknown, outside = (
+        {name: shapes[name] for name, result in classified.items() if result == (None, reason)}
+        for reason in (UNKNOWN, OUTSIDE)
+    )
+    if unknown:
+        raise unknown_matrices(unknown, outside)
     return classified
 
 
