@@ -28,6 +28,8 @@ ROUNDED_OFF = "rounded_off"
 GROUP_ELEMENTS = 2**25
 """Elements, about, of the tensors that are computed together: float32 copies of narrow tensors take
 memory."""
+_CACHED_ELEMENTS = 2**18
+"""The same on a CPU, whose caches then hold the copies."""
 
 
 def on_cpu(x: Tensor) -> bool:
@@ -65,7 +67,7 @@ def real(tensors: Tensors) -> list[Tensor]:
 def largest_entry(x: Tensor) -> Tensor:
     """Greatest absolute entry of each matrix, without a host sync.
 
-    On a CPU an infinity norm takes twenty times as long as the forms that are used there.
+    On a CPU an infinity norm takes twenty times as long, and `torch.aminmax` over dims ten times.
 
     Args:
         x: Matrices, shape ``(..., m, n)``, neither size 0.
@@ -74,7 +76,9 @@ def largest_entry(x: Tensor) -> Tensor:
         Shape ``(..., 1, 1)``, dtype of ``x``; NaN where a matrix holds one.
     """
     if on_cpu(x):
-        return x.abs().amax(dim=(-2, -1), keepdim=True)
+        bounds = map(torch.aminmax, x.reshape(-1, *x.shape[-2:]))
+        largest = [torch.maximum(high, low.neg()) for low, high in bounds]
+        return torch.stack(largest).view(*x.shape[:-2], 1, 1)
     norm: Tensor = torch.linalg.vector_norm(x, math.inf, dim=(-2, -1), keepdim=True)
     return norm
 
@@ -112,7 +116,8 @@ def drop_nonfinite(updates: Tensor) -> Tensor:
         Flags of the matrices that were zeroed, boolean, ``(b, 1, 1)``.
     """
     bad = ~(largest_entry(updates) < math.inf)  # of NaN, too
-    updates.masked_fill_(bad, 0.0)
+    if not on_cpu(updates) or bad.any():
+        updates.masked_fill_(bad, 0.0)
     return bad
 
 
@@ -283,16 +288,32 @@ def _parts(
         raise ValueError(f"tensors: found lists of {sorted(lengths)}, expected as many in each")
     if not lists[0]:
         return
+    most = GROUP_ELEMENTS
+    if on_cpu(lists[0][0]):
+        most = _CACHED_ELEMENTS
+        rows = [row for values in zip(*lists, strict=True) for row in _cut(values)]
+        lists = list(map(list, zip(*rows, strict=True)))
     first, second = lists[:2]
     parts: dict[object, list[int]] = {}
     for index, size in enumerate(accumulate(map(Tensor.numel, first))):
         pair = first[index], second[index]
         is_dense = all(tensor.is_contiguous() for tensor in pair)
-        key = (size // GROUP_ELEMENTS, is_dense, *(tensor.dtype for tensor in pair))
+        key = (size // most, is_dense, *(tensor.dtype for tensor in pair))
         parts.setdefault(key, []).append(index)
     for indices in parts.values():
         dtype = wide_dtype(first[indices[0]].dtype)
         yield dtype, [[values[index] for index in indices] for values in lists]
+
+
+def _cut(values: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+    """Tensors of one shape in rows, as many as a cache holds; numbers are repeated."""
+    whole = values[0]
+    if whole.numel() <= _CACHED_ELEMENTS:
+        yield tuple(values)
+        return
+    num_rows = max(_CACHED_ELEMENTS * len(whole) // whole.numel(), 1)
+    columns = [v.split(num_rows) if isinstance(v, Tensor) else repeat(v) for v in values]
+    yield from zip(*columns, strict=False)  # repeated numbers have no end
 
 
 def _widened(

@@ -214,14 +214,15 @@ def first_iterate(
         first = torch.empty(x.shape, dtype=dtype, device=x.device)
         return torch.div(unit, divisor, out=first), None
     # Contiguous before any sum or product, whose bits depend on the strides. Matrices are divided,
-    # not multiplied by a reciprocal: that of a denormal is infinite.
-    x = x.contiguous()
+    # not multiplied by a reciprocal: that of a denormal is infinite. They are widened first: a CPU
+    # takes ten times as long to divide numbers of one dtype by those of another.
+    unit = x.to(wide, copy=True, memory_format=torch.contiguous_format)
     if preconditioner == "aol":
-        return _precondition_aol(x.div(largest), dtype)
+        return _precondition_aol(unit.div_(largest), dtype)
     # A power of two changes no bit. This one takes the largest entry into [1, 2); the next higher
     # one would be infinite for entries from 2^127 on.
     scaled = torch.frexp(largest).mantissa.mul_(2)
-    unit = x.div(largest.div_(scaled))
+    unit.div_(largest.div_(scaled))
     # A norm is at least one but for zero matrices: the clamp turns 0 / 0 into 0 / 1.
     norm = torch.linalg.vector_norm(unit, dim=(-2, -1), keepdim=True).clamp_(min=1.0)
     divisor = norm.to(torch.float64).mul_(norm_scale)
@@ -443,5 +444,11 @@ def scale_to_exact_norm(updates: Tensor) -> Tensor:
     )
     least = size / EXACT_NORM_BOUND
     norms: Tensor = torch.linalg.vector_norm(updates, dim=(-2, -1), keepdim=True, dtype=wide)
-    updates.mul_(size / norms.clamp_min(least))
+    factors = size / norms.clamp_min(least)
+    if on_cpu(updates):
+        # By 0-dim tensors: by others of another dtype, a CPU multiplies copies.
+        for update, factor in zip(updates, factors.flatten(), strict=True):
+            update.mul_(factor)
+    else:
+        updates.mul_(factors)
     return norms.view(-1)
