@@ -17,7 +17,7 @@ from torchtitan_ext import CheckpointWriter, cli
 from torchtitan_ext.config import settings
 from torchtitan_ext.data.tokenizers import Tokenizer
 from torchtitan_ext.plugin import models
-from torchtitan_ext.runs.run_files import find_checkpoint, save_config
+from torchtitan_ext.runs.run_files import RunFiles, find_checkpoint
 from torchtitan_ext.tools import export
 
 # ------------------------------------------------------------------ export, evaluate
@@ -31,7 +31,7 @@ def saved(folder: Path, *steps: int, last: str = ".metadata") -> None:
 
 @pytest.mark.parametrize("name", ["checkpoint", "elsewhere"])
 def test_the_newest_complete_checkpoint_of_a_run_is_found(tmp_path: Path, name: str) -> None:
-    save_config(tmp_path, {"checkpoint": {"folder": name}})
+    RunFiles(tmp_path).start(1, {"checkpoint": {"folder": name}})
     saved(tmp_path / name, 20, 100)
     saved(tmp_path / name, 200, last="__0_0.distcp")  # cut short
     newest = tmp_path / name / "step-100"
@@ -54,7 +54,7 @@ def test_a_folder_without_a_checkpoint_is_told(
 
 def test_the_model_of_a_run_reaches_the_export(tmp_path: Path) -> None:
     config = settings.parse(["--model.name=qwen3", "--model.flavor=tiny", "--tokenizer.kind=byte"])
-    save_config(tmp_path, {**config.to_dict()})
+    RunFiles(tmp_path).start(1, {**config.to_dict()})
     source = export.find_source(tmp_path / "checkpoint" / "step-1")
     assert source == export.Source(config.model, config.tokenizer, config.hf_assets_path, "AdamW")
 

@@ -167,8 +167,11 @@ def test_waits_for_data_are_a_share_of_each_step_since_the_last_log(processor: A
 def test_an_observation_is_recorded_once(processor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for step, seconds in enumerate((0.0, 0.5, 0.5, 0.25), start=11):
-        report = run_log.Report(metrics={"optimizer/observe_seconds": seconds})
-        monkeypatch.setattr(run_log, "report", lambda _, report=report: report)
+        latest = {
+            **run_log.optimizer_fields(None),
+            "optimizer": {"optimizer/observe_seconds": seconds},
+        }
+        monkeypatch.setattr(run_log, "optimizer_fields", lambda _, latest=latest: latest)
         processor.should_log(step)
         processor.now += 1.0
         found.append(log(processor, step)["observe_seconds"])
@@ -215,7 +218,7 @@ def test_a_subclass_of_the_processor_is_built_as_itself(section: Any) -> None:
 
 
 def test_a_resumed_run_shows_its_plan_and_a_new_plan_is_written_with_the_next_log(
-    processor: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: Any
+    processor: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     plan = SimpleNamespace(to_json=lambda: "{}")
     processor._optimizers = SimpleNamespace(optimizer=SimpleNamespace(plan=plan))
@@ -225,8 +228,9 @@ def test_a_resumed_run_shows_its_plan_and_a_new_plan_is_written_with_the_next_lo
     shown = [record.getMessage() for record in caplog.records if record.name.endswith("progress")]
     assert shown == ["training resumes at step 11 of 99", f"the plan of the checkpoint:\n{plan}"]
     assert (tmp_path / "plan.json").read_text() == "{}\n"
-    report = run_log.Report(plan="[]")
-    monkeypatch.setattr(run_log, "report", lambda _: report)
+    processor.optimizers.optimizer.plan = SimpleNamespace(to_json=lambda: "[]")
+    processor.callbacks = SimpleNamespace(run=lambda *_: [], figures=lambda *_: {})
+    processor._end_step()
     processor.now += 1.0
     log(processor, 12)
     assert (tmp_path / "plan.json").read_text() == "[]\n"

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,7 +56,8 @@ def test_a_line_cut_short_by_a_kill_is_left_out(tmp_path: Path) -> None:
 
 
 def test_the_plan_is_saved_once_and_forgotten_by_a_new_run(tmp_path: Path) -> None:
-    RunFiles(tmp_path).save_plan("{}")
+    plan: Any = SimpleNamespace(to_json=lambda: "{}")
+    RunFiles(tmp_path).save_plan(plan)
     assert (tmp_path / "plan.json").read_text() == "{}\n"
     RunFiles(tmp_path).start(1)
     assert not (tmp_path / "plan.json").exists()

@@ -129,7 +129,7 @@ class MetricsProcessor(titan.MetricsProcessor):
                 start = f"resumes at step {step}" if step > 1 else "starts anew at step 1"
                 progress.info("training %s of %d", start, self._num_steps)
                 if self._plan is not None:  # The optimizer itself announces new ones.
-                    self.files.save_plan(self._plan.to_json())
+                    self.files.save_plan(self._plan)
                     progress.info("the plan of the checkpoint:\n%s", self._plan)
         self.callbacks.run("before_step", step)
         # The last step too: a run's final loss is what one looks for.
@@ -144,13 +144,13 @@ class MetricsProcessor(titan.MetricsProcessor):
         extra_metrics: dict[str, Any] | None = None,
     ) -> None:
         """Log one step everywhere; arguments as in torchtitan. A collective of the world."""
-        report = run_log.report(self._optimizer)
+        latest = run_log.optimizer_fields(self._optimizer)
         seconds = time.perf_counter() - self.time_last_log
         num_steps = max(step - self._logged_step, 1)
         clock = getattr(self.optimizers, "clock", None)
         # torchtitan has read the loss, which comes after the step: there is nothing to wait for.
         optimizer_seconds = 0.0 if clock is None else clock.take() / num_steps
-        data_seconds, observe_seconds = self._slowest(report.metrics)
+        data_seconds, observe_seconds = self._slowest(latest["optimizer"])
         # torchtitan adds up what the ranks have seen, each with its own number in the checkpoint of
         # one: another number of ranks would go on from another sum.
         num_tokens = step * self.tokens_per_step
@@ -159,7 +159,6 @@ class MetricsProcessor(titan.MetricsProcessor):
         record = {
             "step": step,
             "training_steps": self._num_steps,
-            "lock_step": report.lock_step,
             "loss": global_avg_loss,
             "max_loss": global_max_loss,
             "grad_norm": grad_norm,
@@ -171,9 +170,7 @@ class MetricsProcessor(titan.MetricsProcessor):
             "data_seconds_per_step": data_seconds / num_steps,
             "peak_memory_bytes": peak_memory(),
             "observe_seconds": observe_seconds or None,
-            "phase": report.phase,
-            "num_steps_by_type": report.num_steps_by_type,
-            "optimizer": report.metrics,
+            **latest,
         }
         extra_metrics["optimizer/seconds_per_step"] = optimizer_seconds
         extra_metrics["data/seconds_per_step"] = record["data_seconds_per_step"]
@@ -182,9 +179,8 @@ class MetricsProcessor(titan.MetricsProcessor):
         if self.files is not None:
             record["changes"] = run_log.changes(self._optimizer, self.files.last, step)
             self.files.append(record)
-            if report.plan is not None:
-                self.files.save_plan(report.plan)
-        extra_metrics |= {**report.metrics, **figures}
+            self.files.save_plan(self._plan)
+        extra_metrics |= {**latest["optimizer"], **figures}
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics)
         if self.files is not None:
             progress.info(progress_line(record, self._num_steps))

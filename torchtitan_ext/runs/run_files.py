@@ -97,11 +97,6 @@ def require_unlocked(folder: Path, seconds: float) -> None:
         lock(folder, seconds).release()
 
 
-def save_config(folder: Path, config: Mapping[str, Any]) -> None:
-    """Write the config of a run, sections of JSON values, into its existing dump folder."""
-    files.replace(folder / RUN_FILE, json.dumps(config, indent=1) + "\n")
-
-
 def read_config(folder: Path) -> dict[str, Any] | None:
     """The config of the run in a dump folder; ``None`` where it holds none.
 
@@ -149,7 +144,7 @@ class RunFiles:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
-        self._saved_plan: str | None = None
+        self._saved_plan: Plan | None = None
         self.last: Mapping[str, Any] | None = None
 
     def start(self, step: int, config: Mapping[str, Any] | None = None) -> None:
@@ -157,13 +152,14 @@ class RunFiles:
 
         Args:
             step: First step of this start.
-            config: Config of this start, which replaces that in ``run.json``.
+            config: Config of this start, sections of JSON values, which replaces that in
+                ``run.json``.
         """
         drop_from(self._folder / METRICS_FILE, step)
         self.last = next(reversed(read_metrics(self._folder).steps), None)
         (self._folder / PLAN_FILE).unlink(missing_ok=True)  # The first log writes it again.
         if config is not None:
-            save_config(self._folder, config)
+            files.replace(self._folder / RUN_FILE, json.dumps(config, indent=1) + "\n")
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Append the record of a logged step."""
@@ -174,10 +170,10 @@ class RunFiles:
         """Append the loss of a validation after ``step``."""
         append_records(self._folder / METRICS_FILE, [{"step": step, VALIDATION: loss}])
 
-    def save_plan(self, plan: str) -> None:
-        """Write the plan, if it differs from the last one."""
-        if plan != self._saved_plan:
-            files.replace(self._folder / PLAN_FILE, plan + "\n")
+    def save_plan(self, plan: Plan | None) -> None:
+        """Write the plan, if there is one and it differs from the last one."""
+        if plan is not None and plan != self._saved_plan:
+            files.replace(self._folder / PLAN_FILE, plan.to_json() + "\n")
             self._saved_plan = plan
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,39 +16,24 @@ from torchtitan_ext.runs.run_files import RunFiles
 from torchtitan_ext.runs.step_clock import StepClock
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
-    """Report of an optimizer on its latest step.
+def optimizer_fields(optimizer: object) -> dict[str, Any]:
+    """Fields of a record about the latest step of an optimizer.
 
-    Attributes:
-        phase: ``uniform``, ``observation``, ``transition`` or ``locked``; empty for optimizers
-            outside of the Muon family.
-        num_steps_by_type: Newton-Schulz steps of each operator type.
-        metrics: Further figures by name.
-        plan: AMO's plan as JSON; None before it is made.
-        lock_step: Step at which AMO locks its plan; None without a plan to lock.
+    Returns:
+        ``phase``: ``uniform``, ``observation``, ``transition`` or ``locked``. ``lock_step``: step
+        at which AMO locks its plan; None without a plan to lock. ``num_steps_by_type``:
+        Newton-Schulz steps of each operator type. ``optimizer``: further figures by name. All are
+        empty for optimizers outside of the Muon family.
     """
-
-    phase: str = ""
-    num_steps_by_type: dict[str, int] = field(default_factory=dict)
-    metrics: dict[str, float] = field(default_factory=dict)
-    plan: str | None = None
-    lock_step: int | None = None
-
-
-def report(optimizer: object) -> Report:
-    """Report on the latest step; empty for optimizers outside of the Muon family."""
-    if not isinstance(optimizer, Muon):
-        return Report()
     phase, num_steps = phase_and_steps(optimizer)
-    amo = optimizer.source.config if isinstance(optimizer.source, Amo) else None
-    return Report(
-        phase=phase,
-        num_steps_by_type=num_steps,
-        metrics={**optimizer.metrics()},
-        plan=None if optimizer.plan is None else optimizer.plan.to_json(),
-        lock_step=None if amo is None or amo.observe_only else amo.lock_step,
-    )
+    source = getattr(optimizer, "source", None)
+    amo = source.config if isinstance(source, Amo) else None
+    return {
+        "lock_step": None if amo is None or amo.observe_only else amo.lock_step,
+        "phase": phase,
+        "num_steps_by_type": num_steps,
+        "optimizer": {**optimizer.metrics()} if isinstance(optimizer, Muon) else {},
+    }
 
 
 def phase_and_steps(optimizer: object, ago: int = 0) -> tuple[str, dict[str, int]]:
@@ -133,7 +117,7 @@ class RunLog:
         if self._step is None:  # a run that resumes repeats the later steps of an earlier one
             self._files.start(step)
             self._step = step - 1
-        now, latest = time.perf_counter(), report(self._optimizer)
+        now = time.perf_counter()
         seconds, num_steps = now - self._time, max(step - self._step, 1)
         numbers = {name: _number(value) for name, value in figures.items()}
         tokens, before = (
@@ -143,21 +127,17 @@ class RunLog:
         record = {
             "step": step,
             "training_steps": self._num_steps,
-            "lock_step": latest.lock_step,
             "loss": _number(loss),
             "lr": float(self._optimizer.param_groups[0]["lr"]),
             "seconds_per_step": seconds / num_steps,
             "optimizer_seconds_per_step": self._clock.take() / num_steps,
             "tokens_per_second": None if tokens is None else (tokens - before) / seconds,
-            "phase": latest.phase,
-            "num_steps_by_type": latest.num_steps_by_type,
+            **optimizer_fields(self._optimizer),
             "changes": changes(self._optimizer, self._files.last, step),
-            "optimizer": latest.metrics,
             **numbers,
         }
         self._files.append(record)
-        if latest.plan is not None:
-            self._files.save_plan(latest.plan)
+        self._files.save_plan(getattr(self._optimizer, "plan", None))
         self._step, self._time = step, now
 
 
