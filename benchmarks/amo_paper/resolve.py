@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -184,13 +184,26 @@ def run_folder(run: Run, place: Place) -> str:
     return QUICKSTART.stem + run.name.removeprefix(run.model.lower())
 
 
+def fields(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The fields of sections by dotted name.
+
+    >>> dict(fields({"training": {"steps": 3}, "description": "a run"}))
+    {'training.steps': 3, 'description': 'a run'}
+    """
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from fields(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
 def read_config(path: Path) -> Fields:
     """Read a file, with those that it extends.
 
     Raises:
         ValueError: It cannot be read or is not TOML.
     """
-    return dict(files.fields(files.read(ROOT / path)))
+    return dict(fields(files.read(ROOT / path)))
 
 
 def _amo_steps(config: Fields, name: str) -> int:

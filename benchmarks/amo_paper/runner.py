@@ -7,8 +7,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from benchmarks.amo_paper.resolve import PAPER, ROOT, Job, read_config
-from torchtitan_ext.config import files
+from benchmarks.amo_paper.resolve import PAPER, ROOT, Job, fields, read_config
 from torchtitan_ext.runs import run_files
 from torchtitan_ext.signals import STOPPED
 
@@ -32,8 +31,8 @@ def is_done(job: Job) -> bool:
 def _saves(job: Job) -> bool:
     """Whether a run writes checkpoints: as it was last started, or as its config says."""
     saved = run_files.read_config(ROOT / job.folder)
-    fields = dict(files.fields(saved)) if saved else read_config(job.config)
-    return bool(fields.get("checkpoint.enable")) and not fields.get("checkpoint.load_only")
+    config = dict(fields(saved)) if saved else read_config(job.config)
+    return bool(config.get("checkpoint.enable")) and not config.get("checkpoint.load_only")
 
 
 def run_jobs(jobs: Sequence[Job], extra: Sequence[str], ranks: int) -> int:

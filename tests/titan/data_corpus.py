@@ -33,7 +33,7 @@ def write_packed(
     type_ = corpus.token_type(tokenizer.get_vocab_size())
     folder.mkdir(parents=True)
     for task, texts in enumerate(tasks):
-        path = corpus.shard_path(folder, task)
+        path = folder / f"{task:05d}_unshuffled.ds"
         documents = tokenizer.encode_documents(texts)
         path.write_bytes(b"".join(np.array(d, type_).tobytes() for d in documents))
         np.cumsum([len(d) for d in documents], dtype="<u8").tofile(f"{path}.index")

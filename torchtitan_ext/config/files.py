@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,19 +38,6 @@ def read(path: str | Path, field: str = "config", above: tuple[Path, ...] = ()) 
     if (path.parent / base).resolve() in above:
         raise ValueError(f"{field}: found {base!r}, which extends this file in turn")
     return _over(read(path.parent / base, field, above), values)
-
-
-def fields(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The fields of sections by dotted name.
-
-    >>> dict(fields({"training": {"steps": 3}, "description": "a run"}))
-    {'training.steps': 3, 'description': 'a run'}
-    """
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from fields(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
 
 
 def _over(base: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:

@@ -36,11 +36,6 @@ def token_type(vocab_size: int) -> str:
     return "<u2" if vocab_size <= 2**16 else "<u4"
 
 
-def shard_path(folder: Path, task: int) -> Path:
-    """File with the tokens of a task."""
-    return folder / f"{task:05d}_unshuffled.ds"
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Corpus:
     """Documents in shards, as one row of tokens.
@@ -133,7 +128,7 @@ def open_packed(folder: str, tokenizer: Tokenizer, order: str = "uniform") -> Co
     digest = hashlib.sha256(made_by.encode())
     paths, ends_by_shard, scores_by_shard = [], [], []
     for task in range(settings["tasks"]):
-        path = shard_path(root, task)
+        path = root / f"{task:05d}_unshuffled.ds"
         ends, scores = _documents(path, np.dtype(type_).itemsize, sorts)
         digest.update(ends[-INDEX_TAIL // 8 :].tobytes())
         if len(ends):  # A task may have no documents.
