@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from torchtitan.config import derive
 from torchtitan.distributed.activation_checkpoint import (
     ActivationCheckpointing,
     FullAC,
@@ -28,9 +29,8 @@ class Activations(ActivationCheckpointing):
             """The policy."""
             if self.mode == "none":
                 return Activations(self, **options)
-            fields = ("preserve_rng_state", "determinism_check", "debug")
-            settings = {field: getattr(self, field) for field in fields}
-            policy: ActivationCheckpointing = _POLICIES[self.mode](**settings).build(**options)
+            config = derive(self, _POLICIES[self.mode])
+            policy: ActivationCheckpointing = config.build(**options)
             return policy
 
     def apply(self, model: Any) -> None:

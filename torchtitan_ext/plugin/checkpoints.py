@@ -106,9 +106,7 @@ class CheckpointManager(titan.CheckpointManager):
         super().__init__(config, **parts)
         if self.enable:
             self.states["batch"] = hyperparameters.BatchSizes(self.states["train_state"])
-        self._verifies = config.verify
-        self._keep_every = config.keep_every
-        self._skips_damaged = config.damaged == "skip"
+        self._config = config
         self._latest_step = -1
         self._step_under_way = -1
         self._saved_step = -1
@@ -138,7 +136,7 @@ class CheckpointManager(titan.CheckpointManager):
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
         is_verified = checkpoint_id == self._create_checkpoint_id(self._latest_step)
-        loading.load(state_dict, checkpoint_id, verify=self._verifies and not is_verified)
+        loading.load(state_dict, checkpoint_id, verify=self._config.verify and not is_verified)
         self.states[titan.MODEL].load_state_dict(state_dict)
 
     def dcp_save(
@@ -194,7 +192,7 @@ class CheckpointManager(titan.CheckpointManager):
             if not damage:
                 return int(step)
             line = f"{self._create_checkpoint_id(step)} is damaged: {damage}"
-            if not self._skips_damaged:
+            if self._config.damaged == "error":
                 raise ValueError(f"{line}; checkpoint.damaged = 'skip' goes on from one before it")
             if dist.get_rank() == 0:
                 logger.warning("%s; looking for one before it", line)
@@ -216,7 +214,7 @@ class CheckpointManager(titan.CheckpointManager):
         rank, world_size = dist.get_rank(), dist.get_world_size()
         damage = None
         if folder.is_dir():
-            damage = find_damage(folder, rank, world_size) if self._verifies else ""
+            damage = find_damage(folder, rank, world_size) if self._config.verify else ""
         damage_by_rank: list[str | None] = [""] * world_size
         dist.all_gather_object(damage_by_rank, damage)
         missing = [str(rank) for rank, damage in enumerate(damage_by_rank) if damage is None]
@@ -298,7 +296,8 @@ class CheckpointManager(titan.CheckpointManager):
             return
         current = self._step_under_way
         older = [step for step in complete_steps(Path(self.folder)) if step < current]
-        milestones = (step for step in older if self._keep_every and not step % self._keep_every)
+        every = self._config.keep_every
+        milestones = (step for step in older if every and not step % every)
         kept = {current, *older[-(self.keep_latest_k - 1) :], *milestones}
         for step, folder in checkpoints(Path(self.folder)).items():
             if step < current and step not in kept:

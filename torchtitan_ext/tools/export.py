@@ -175,14 +175,11 @@ def byte_tokenizer() -> Any:
     """The tokens of ``torchtitan_ext.data.tokenizers.ByteTokenizer``, for ``transformers``."""
     tokenizers: Any = importlib.import_module("tokenizers")
     transformers: Any = importlib.import_module("transformers")
+    slow: Any = importlib.import_module("transformers.convert_slow_tokenizer")
     from torchtitan_ext.data.tokenizers import BYTE_VOCAB_SIZE, EOS
 
-    # Each byte has one character in the alphabet of byte-level tokenizers: printable Latin-1 is
-    # itself, the other bytes are numbered from U+0100 on.
-    own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in own]
-    alphabet = {byte: chr(byte) for byte in own}
-    alphabet |= {byte: chr(0x100 + index) for index, byte in enumerate(others)}
+    # Byte-level tokenizers have one character for each byte.
+    alphabet = slow.bytes_to_unicode()
     model = tokenizers.models.BPE(vocab={c: byte for byte, c in alphabet.items()}, merges=[])
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
