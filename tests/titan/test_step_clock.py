@@ -11,6 +11,8 @@ import torch
 
 from torchtitan_ext.runs.step_clock import StepClock
 
+DEVICE = torch.device("cuda", 1)
+
 
 @dataclasses.dataclass
 class Event:
@@ -24,7 +26,8 @@ class Event:
     """How far the device has got."""
     waits: ClassVar[list[float]] = []
 
-    def record(self) -> None:
+    def record(self, stream: object) -> None:
+        assert stream == DEVICE  # the current device may be another one
         Event.num_recorded += 1
         self.passes_at = float(Event.num_recorded)
 
@@ -41,6 +44,7 @@ class Event:
 @pytest.fixture(autouse=True)
 def _device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.Event", Event)
+    monkeypatch.setattr("torch.cuda.current_stream", lambda device=None: device)
     Event.num_recorded, Event.device_time, Event.waits = 0, 0.0, []
 
 
@@ -56,7 +60,7 @@ def test_on_a_cpu_the_seconds_of_steps_add_up() -> None:
 
 
 def test_on_cuda_the_device_is_asked_and_waited_for_once() -> None:
-    clock = StepClock(torch.device("cuda"))
+    clock = StepClock(DEVICE)
     for _ in range(5):
         clock.start()
         clock.stop()

@@ -214,17 +214,3 @@ def test_a_bad_gradient_is_left_out_without_a_wait(caplog: pytest.LogCaptureFixt
             runs.train(model, optimizer, step, step)
     (record,) = (each for each in caplog.records if each.levelno == logging.WARNING)
     assert record.getMessage().startswith("step 4 skipped: ")
-
-
-def test_a_step_is_timed_on_the_stream_of_its_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The current device may be another one: no rank has to set it."""
-    streams: list[object] = []
-    with simulated_device():
-        model, optimizer = runs.make("plain", Muon, device="cuda")
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: device)
-        monkeypatch.setattr(
-            torch.cuda.Event, "record", lambda _, stream=None: streams.append(stream)
-        )
-        runs.train(model, optimizer, 1, 1)
-    assert len(streams) >= 2
-    assert all(stream == torch.device("cuda", 0) for stream in streams)

@@ -18,7 +18,7 @@ class StepClock:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._is_on_cuda = device.type == "cuda"
+        self._device = device
         self._events: list[torch.cuda.Event] = []
         self._seconds = 0.0
 
@@ -40,8 +40,9 @@ class StepClock:
         return seconds
 
     def _mark(self, sign: float) -> None:
-        if self._is_on_cuda:
+        if self._device.type == "cuda":
             self._events.append(torch.cuda.Event(enable_timing=True))
-            self._events[-1].record()
+            # The stream of the parameters: without it each rank would use that of device 0.
+            self._events[-1].record(torch.cuda.current_stream(self._device))
         else:
             self._seconds += sign * time.perf_counter()
