@@ -84,7 +84,7 @@ def verdicts(parameters: Mapping[str, Line]) -> dict[str, str]:
     shapes = {name: shape for name, (shape, _, _) in parameters.items()}
     sites = sites_of(parameters)
     return {
-        name: verdict(find_views(name, shape, {}, shapes, site=sites[name]))
+        name: verdict(find_views(name, shape, {}, shapes, sites[name]))
         for name, shape in shapes.items()
     }
 
@@ -159,7 +159,7 @@ def recorded(model: nn.Module) -> dict[str, Line]:
     sites = sites_by_name([model])
     found: dict[str, Line] = {}
     for name, each in model.named_parameters():
-        views, _ = find_views(name, shapes[name], {}, shapes, site=sites[name])
+        views, _ = find_views(name, shapes[name], {}, shapes, sites[name])
         divides = any(in_heads(view.operator_type) for view in views or ())
         heads = sites[name].heads
         sizes = dataclasses.astuple(heads) if divides and heads else ()
@@ -218,7 +218,7 @@ def row(family: str, parameters: Mapping[str, Line], has_heads: bool) -> list[st
     shapes = {name: shape for name, (shape, _, _) in parameters.items()}
     sites = sites_of(parameters)
     found = {
-        name: find_views(name, shape, {}, shapes, site=sites[name], flatten_conv=True)
+        name: find_views(name, shape, {}, shapes, sites[name], flatten_conv=True)
         for name, shape in shapes.items()
     }
     held = {name: views for name, (views, _) in found.items() if views}
@@ -269,7 +269,7 @@ def heads_told(
         attention = name.rsplit(".", 1 + name.endswith(".weight"))[0]
         rows[attention] = heads.query
         try:
-            views, _ = find_views(name, shapes[name], {}, shapes, site=sites[name], per_head=True)
+            views, _ = find_views(name, shapes[name], {}, shapes, sites[name], per_head=True)
         except ValueError:
             refused.add("other rows: a pattern")
             continue

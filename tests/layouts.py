@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from amo_dist.distributed.layout import Matrix, TensorLayout, make_matrix, mesh_layout
-from amo_dist.operators.views import Fused, MatrixView, cut_views
+from amo_dist.operators.views import Fused, MatrixView, Site, cut_views
 
 MAX_RANKS = 64
 
@@ -77,7 +77,7 @@ def build(
 
 
 def default_views(shape: tuple[int, ...]) -> tuple[MatrixView, ...]:
-    return cut_views("x", shape, "attn_q")
+    return cut_views("x", shape, "attn_q", Site())
 
 
 @st.composite
@@ -115,7 +115,7 @@ def models(draw: st.DrawFn, kinds: tuple[str, ...] = KINDS, max_ranks: int = MAX
         is_3d = kind.startswith(("experts", "ep"))
         if not is_3d and draw(st.booleans()):
             shape, target = draw(fused())
-            views.append(cut_views("x", shape, target))
+            views.append(cut_views("x", shape, target, Site()))
         else:
             sizes = [draw(st.integers(1, 5))] if is_3d else []
             shape = (*sizes, draw(st.integers(1, 20)), draw(st.integers(1, 20)))  # type: ignore[assignment]

@@ -13,7 +13,7 @@ from amo_dist.operators.patterns import (
     find_views,
     unknown_matrices,
 )
-from amo_dist.operators.views import MatrixView
+from amo_dist.operators.views import MatrixView, Site
 
 
 def classify(
@@ -27,7 +27,7 @@ def classify(
     """The matrices of a parameter, None for AdamW; an unknown matrix raises."""
     name, size = clean_name(name), tuple(shape)
     targets = check_patterns(patterns)
-    views, reason = find_views(name, size, targets, shapes or {}, flatten_conv=flatten_conv)
+    views, reason = find_views(name, size, targets, shapes or {}, Site(), flatten_conv=flatten_conv)
     if reason == UNKNOWN:
         raise unknown_matrices({name: size})
     return views

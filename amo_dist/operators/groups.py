@@ -175,7 +175,7 @@ def _classify(
             classified[name] = None, "complex"
         else:
             shape, site = shapes[name], sites[name]
-            classified[name] = find_views(name, shape, targets, shapes, site=site, **options)
+            classified[name] = find_views(name, shape, targets, shapes, site, **options)
     unknown, outside = (
         {name: shapes[name] for name, result in classified.items() if result == (None, reason)}
         for reason in (UNKNOWN, OUTSIDE)

@@ -162,8 +162,8 @@ def find_views(
     shape: tuple[int, ...],
     patterns: Patterns,
     shapes: Shapes,
+    site: Site,
     *,
-    site: Site | None = None,
     flatten_conv: bool = False,
     per_head: bool = False,
     takes_unknown: bool = False,
@@ -186,7 +186,6 @@ def find_views(
     Raises:
         ValueError: A pattern or the heads do not fit the shape, or nothing gives the heads.
     """
-    site = site or Site()
     target, reason = find_target(name, shape, patterns, shapes, site, flatten_conv)
     if takes_unknown and reason in (UNKNOWN, OUTSIDE) and len(shape) == 2:
         # A matrix of one row or column is a vector, such as a magnitude of weight_norm.

@@ -189,7 +189,7 @@ def _num_heads(name: str, size: int, rows: int) -> int:
 
 
 def cut_views(
-    name: str, shape: tuple[int, ...], target: str | Fused, site: Site | None = None
+    name: str, shape: tuple[int, ...], target: str | Fused, site: Site
 ) -> tuple[MatrixView, ...]:
     """List the matrices of one parameter.
 
@@ -203,7 +203,6 @@ def cut_views(
     Raises:
         ValueError: The shape has another number of dims, or the parts do not add up to it.
     """
-    site = site or Site()
     is_convolution = len(shape) == 4 or (site.is_convolution and len(shape) > 2)
     if is_convolution and isinstance(target, str):
         return (MatrixView("", target, None, site.output_dim),)
