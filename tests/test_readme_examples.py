@@ -225,25 +225,6 @@ def test_the_lines_of_short_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert scaled == {"lm_head.weight": 0.5}
 
 
-def test_unfreezing() -> None:
-    """As docs/loops.md says: a new optimizer takes the state of the old one over."""
-    model = small_moe()
-    norm = model.get_submodule("model.norm").requires_grad_(False).weight
-    old = amo_dist.Muon(amo_dist.param_groups(model))
-    backward(model)
-    old.step()
-    norm.requires_grad_(True)  # type: ignore[union-attr]
-    new = amo_dist.Muon(amo_dist.param_groups(model))
-    for param, state in old.state.items():
-        for key, value in state.items():
-            new.state[param][key].copy_(value)
-    before = norm.clone()  # type: ignore[operator]
-    model.zero_grad()
-    backward(model)
-    new.step()
-    assert not torch.equal(norm, before)  # type: ignore[arg-type]
-
-
 def newest_state(folder: Path) -> Any:
     """Everything in the last checkpoint of a run of ``train.py``."""
     whole = folder / "whole.pt"

@@ -9,22 +9,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from amo_dist.operators.groups import param_groups
 from tests.families import PAGE, RECORD, Line, expand, fill, table, verdicts
 from tests.operators import classify
-from tests.unit.test_param_groups import module_of, types_by_name
 
 RECORDED: dict[str, dict[str, dict[str, str]]] = json.loads(RECORD.read_text())
 FAMILIES = [(release, family) for release, families in RECORDED.items() for family in families]
-# How many kinds of matrices a user has to name.
-ASKED_FOR = {
-    "RecurrentGemmaForCausalLM": 5,
-    "RwkvForCausalLM": 5,
-    "XLNetLMHeadModel": 7,
-    "SamModel": 2,
-    "Gemma3nForConditionalGeneration": 14,
-    "GraniteMoeForCausalLM": 2,
-}
 
 
 @functools.cache
@@ -48,15 +37,6 @@ def test_every_parameter_is_what_the_record_says(release: str, family: str) -> N
     recorded = parameters(release, family)
     found = verdicts(recorded)
     assert found == {name: what for name, (_, _, what) in recorded.items()}
-
-
-def test_no_more_kinds_of_matrices_have_to_be_named() -> None:
-    asked: dict[str, set[str]] = {}
-    for release, family in FAMILIES:
-        for name, (_, _, what) in parameters(release, family).items():
-            if what == "unknown":
-                asked.setdefault(family, set()).add(re.sub(r"\b\d+\b", "#", name))
-    assert {family: len(names) for family, names in asked.items()} == ASKED_FOR
 
 
 # The record is a snapshot of what the tables say. What follows knows nothing of the tables: the
@@ -158,20 +138,3 @@ def test_parts_of_fused_experts(shapes: SHAPES, expected: tuple[str, object]) ->
     assert views is not None
     assert views[0].boxes is not None
     assert (views[0].operator_type, views[0].boxes[0]) == expected
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "gpt_neox.layers.0.attention.query_key_value.weight",
-        "transformer.h.0.self_attention.query_key_value.weight",
-        # CodeGen's and MiniMax's, in turn by heads, have no o_proj beside them.
-        "transformer.h.0.attn.qkv_proj.weight",
-    ],
-)
-def test_what_lies_in_turn_is_one_matrix(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    out = name.replace("query_key_value", "dense").replace("qkv_proj", "out_proj")
-    model = module_of({name: (24, 8), out: (8, 8)})
-    groups = param_groups(model, report=True)
-    assert types_by_name(groups) == {name: "attn_qkv", out: "attn_o"}
-    assert "attn_qkv (fused, as one matrix)" in capsys.readouterr().out

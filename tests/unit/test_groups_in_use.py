@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 
 from amo_dist import (
     AMO,
@@ -145,34 +144,6 @@ def test_momentum_of_a_group_is_that_of_the_settings(
     for group in optimizer.param_groups:
         group.update(changes)
     assert runs.equal(runs.train(model, optimizer), runs.train(*twin))
-
-
-@pytest.mark.parametrize(
-    "schedule",
-    [
-        lambda own: OneCycleLR(own, max_lr=1e-2, total_steps=12),
-        lambda own: CyclicLR(own, base_lr=1e-3, max_lr=1e-2, step_size_up=3),
-    ],
-)
-def test_schedulers_that_cycle_momentum_move_that_of_matrices(schedule: Any) -> None:
-    (model, optimizer), (twin, other) = runs.make(kind=Muon), runs.make(kind=Muon)
-    scheduler, seen = schedule(optimizer), []
-    buffer = torch.zeros(12, 8)
-    for step in range(1, 12):
-        first, second = optimizer.param_groups
-        seen.append(first["momentum"])
-        for group, own in zip(other.param_groups, optimizer.param_groups, strict=True):
-            group["lr"], group["momentum"] = own["lr"], own["momentum"]
-        assert second["betas"] == (0.9, 0.95)
-        runs.train(model, optimizer, step, step)
-        runs.train(twin, other, step, step)
-        scheduler.step()
-        # One product and one sum, rounded as the optimizer's.
-        buffer = buffer.mul(seen[-1]).add(models.gradient(1, step, WQ, (12, 8)))
-        found = optimizer.state[model.get_parameter(WQ)]["momentum_buffer"]
-        assert torch.equal(found, buffer)
-    assert len(set(seen)) > 4
-    assert runs.same(model, twin)
 
 
 def test_a_gradient_is_bounded_by_the_greatest_momentum_of_any_group() -> None:

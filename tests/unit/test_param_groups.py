@@ -228,12 +228,14 @@ def test_errors_name_the_argument(
 
 def test_report(capsys: pytest.CaptureFixture[str]) -> None:
     shapes = {**BLOCK, "transformer.h.0.attn.c_attn.weight": (4, 12), "adapter.weight": (2, 4)}
+    shapes["layers.0.attention.query_key_value.weight"] = (12, 4)
     param_groups(module_of(shapes), report=True, no_decay=["norm.weight"])
     text = capsys.readouterr().out
     by_name = {line.split()[0]: line for line in text.splitlines() if line}
     for name, kind in (
         ("layers.0.attention.wq.weight", "attn_q"),
         ("transformer.h.0.attn.c_attn.weight", "attn_q, attn_k, attn_v (3 matrices)"),
+        ("layers.0.attention.query_key_value.weight", "attn_qkv (fused, as one matrix)"),
         ("tok_embeddings.weight", "adamw (embedding)"),
         ("adapter.weight", "adamw (outside of any block)"),
         ("norm.weight", "weight_decay 0.0"),

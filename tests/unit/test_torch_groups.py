@@ -134,17 +134,22 @@ def test_schedulers_move_the_rate_and_resume(kind: str, as_tensor: bool) -> None
         optimizer = Muon(param_groups(model), lr=lr)
         return model, optimizer, SCHEDULES[kind](optimizer)
 
-    def run(model: nn.Module, optimizer: Muon, scheduler: Any, first: int, last: int) -> set[float]:
-        rates = set()
+    def run(
+        model: nn.Module, optimizer: Muon, scheduler: Any, first: int, last: int
+    ) -> tuple[set[float], set[float]]:
+        rates, momenta = set(), set()
         for step in range(first, last + 1):
             rates.add(float(optimizer.param_groups[0]["lr"]))
+            momenta.add(optimizer.param_groups[0].get("momentum"))
             runs.train(model, optimizer, step, step)
             scheduler.step(*([1.0] if kind == "plateau" else []))
-        return rates
+        return rates, momenta
 
     model, optimizer, scheduler = build(models.plain_model(runs.SHAPES))
-    rates = run(model, optimizer, scheduler, 1, 5)
+    rates, momenta = run(model, optimizer, scheduler, 1, 5)
     assert len(rates) > 1
+    assert (len(momenta) > 1) == (kind in ("cyclic", "one cycle"))
+    assert optimizer.param_groups[1]["betas"] == (0.9, 0.95)
     twin, other, again = build(copy.deepcopy(model))
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     again.load_state_dict(copy.deepcopy(scheduler.state_dict()))
