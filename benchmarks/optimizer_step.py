@@ -35,7 +35,7 @@ from amo_dist.schedule.polar_express import error_curve, schedule_for, times_saf
 from amo_dist.schedule.source import Fixed
 from amo_dist.schedule.types import MatrixInfo, Schedule
 from benchmarks.measure import paired, ratio, report
-from benchmarks.shapes import ELL_BY_TYPE, MODELS, DecoderShape, make_module
+from benchmarks.shapes import ELL_BY_TYPE, MODELS, DecoderShape, make_module, matrices
 
 OURS = ("ours uniform", "ours locked")
 PEERS = ("torch Muon", "dion Muon")
@@ -131,7 +131,7 @@ def _ours(name: str, module: nn.Module, model: DecoderShape, options: argparse.N
     config = MuonConfig(ns_dtype=options.ns_dtype)
     schedules = {kind: schedule_for(1e-3, 5) for kind in ELL_BY_TYPE}
     if name == "ours locked":
-        schedules = within_flops(ELL_BY_TYPE, model.matrices())
+        schedules = within_flops(ELL_BY_TYPE, matrices(model))
     return Muon(
         param_groups(module),
         lr=1e-3,

@@ -26,7 +26,7 @@ from amo_dist.operators.groups import param_groups
 from amo_dist.schedule.polar_express import SAFETY
 from amo_dist.schedule.source import Amo
 from benchmarks.measure import CLOCKS, paired, report
-from benchmarks.shapes import ELL_BY_TYPE, MODELS, DecoderShape, make_module
+from benchmarks.shapes import ELL_BY_TYPE, MODELS, DecoderShape, make_module, matrices
 
 TRANSITION_STEPS, INTERVAL, NEVER = 300, 150, 10**6
 ROUNDS = 5
@@ -97,8 +97,8 @@ def _transition(
 ) -> tuple[float, list[float]]:
     """Plan from unequal types; seconds of the plan, and of each transition step's schedules."""
     source = Amo(settings)
-    source.bind(model.matrices())
-    types = {info.name: info.operator_type for info in model.matrices()}
+    source.bind(matrices(model))
+    types = {info.name: info.operator_type for info in matrices(model)}
     ells = {name: ELL_BY_TYPE[types[name]] for name in source.sample(1)}
     table = coefficient_table(source.candidates())
     observed = {name: [ell, 0.0, *_errors(ell, table)] for name, ell in ells.items()}

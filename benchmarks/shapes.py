@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 import torch
 from torch import nn
 
+from amo_dist.schedule.types import MatrixInfo
 from tests.distributed.models import build
 from torchtitan_ext.tools.shapes import MODELS as PAPER_MODELS
 from torchtitan_ext.tools.shapes import DecoderShape
 
-__all__ = ["ELL_BY_TYPE", "MODELS", "DecoderShape", "make_module", "shapes_by_name"]
+__all__ = [
+    "ELL_BY_TYPE",
+    "MODELS",
+    "DecoderShape",
+    "block",
+    "make_module",
+    "matrices",
+    "shapes_by_name",
+]
 
 MODELS: Mapping[str, DecoderShape] = {**PAPER_MODELS, "small": DecoderShape(4, 96, 288, 4, 4)}
 """The paper's models, and one of 28 matrices of 96 x 96 to 96 x 288, such as a first try has."""
@@ -28,12 +38,36 @@ ELL_BY_TYPE = {
 """Targets of unequal types, for a locked schedule that no longer is the uniform one."""
 
 
+def block(model: DecoderShape) -> list[MatrixInfo]:
+    """The matrices of one block under torchtitan's names, with shapes ``(out, in)``."""
+    q_dim, kv_dim = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    up, down = (model.ffn_dim, model.dim), (model.dim, model.ffn_dim)
+    return [
+        MatrixInfo("attention.wq.weight", (q_dim, model.dim), "attn_q"),
+        MatrixInfo("attention.wk.weight", (kv_dim, model.dim), "attn_k"),
+        MatrixInfo("attention.wv.weight", (kv_dim, model.dim), "attn_v"),
+        MatrixInfo("attention.wo.weight", (model.dim, q_dim), "attn_o"),
+        MatrixInfo("feed_forward.w1.weight", up, "mlp_gate"),
+        MatrixInfo("feed_forward.w3.weight", up, "mlp_up"),
+        MatrixInfo("feed_forward.w2.weight", down, "mlp_down"),
+    ]
+
+
+def matrices(model: DecoderShape) -> list[MatrixInfo]:
+    """Every matrix, block by block, named after its operator type."""
+    return [
+        dataclasses.replace(matrix, name=f"layers.{layer}.{matrix.operator_type}")
+        for layer in range(model.layers)
+        for matrix in block(model)
+    ]
+
+
 def shapes_by_name(model: DecoderShape) -> dict[str, tuple[int, int]]:
     """Shapes of all matrices of a model, under torchtitan's names."""
     return {
         f"layers.{layer}.{matrix.name}": matrix.shape
         for layer in range(model.layers)
-        for matrix in model.block()
+        for matrix in block(model)
     }
 
 

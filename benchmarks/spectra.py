@@ -30,7 +30,7 @@ from amo_dist.kernels.spectrum import spectrum as measured_spectrum
 from amo_dist.schedule.polar_express import compose
 from amo_dist.schedule.source import Amo
 from benchmarks.measure import paired, report
-from benchmarks.shapes import MODELS
+from benchmarks.shapes import MODELS, block
 
 MODEL, SAMPLE_SIZE = MODELS["Qwen3-1.7B"], 8
 NORM_SCALE = 1.01
@@ -173,7 +173,7 @@ def observe(x: Tensor) -> Tensor:
 
 def measure_times(rounds: int, clock: str) -> list[dict[str, object]]:
     """Time of an observation and of ``svdvals``: a row for each shape, and one for all matrices."""
-    counts = Counter(tuple(sorted(matrix.shape)) for matrix in MODEL.block())
+    counts = Counter(tuple(sorted(matrix.shape)) for matrix in block(MODEL))
     rows, totals = [], dict.fromkeys(("observe", "svdvals"), 0.0)
     trials()  # made once, before anything is timed
     for (m, n), in_block in counts.items():

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from torchtitan_ext.config import settings
+from torchtitan_ext.config import checks, settings
 from torchtitan_ext.data.loader import document_positions
 from torchtitan_ext.data.tokenizers import BYTE_VOCAB_SIZE
 from torchtitan_ext.plugin import patches
@@ -26,7 +26,7 @@ def test_a_document_sees_others_with_sdpa_alone(
     arguments = [f"--model.name={name}", "--model.flavor=tiny", f"--model.attention={attention}"]
     data = ["--dataloader.dataset=stdlib", "--tokenizer.kind=byte", "--training.seq_len=128"]
     config = settings.parse([*arguments, *data, "--optimizer.name=Muon"])
-    config = settings.complete(config)
+    config = checks.complete(config)
     assert config.model_spec is not None
     assert config.dataloader.positions == (attention == "flex")
     config.model_spec.model.update_from_config(config=config)

@@ -9,7 +9,7 @@ import yaml
 
 from amo_dist.config import AMOConfig
 from tests.source_tree import ROOT
-from torchtitan_ext.config.settings import resolve
+from torchtitan_ext.config.settings import parse
 
 
 def manifest(name: str) -> dict[str, Any]:
@@ -29,14 +29,14 @@ def test_the_pods_of_a_jobset_meet_and_may_save() -> None:
     host = f"{jobset['metadata']['name']}-{replicated['name']}-0-0.{subdomain}"
     assert f"--head={host}:29500" in args
     assert pod["restartPolicy"] == "Never"  # podFailurePolicy needs it
-    config = resolve(str(ROOT / args[1]), [], 32)
+    config = parse([f"--job.config_file={ROOT / args[1]}"], 32)
     assert pod["terminationGracePeriodSeconds"] > config.checkpoint.stop_seconds + 30
 
 
 @pytest.mark.parametrize("name", ["jobset.yaml", "trainjob.yaml", "sky.yaml"])
 def test_the_first_run_of_a_cluster_locks(name: str) -> None:
     assert "configs/smoke_h100.toml" in (ROOT / "launch" / name).read_text()
-    config = resolve(str(ROOT / "configs/smoke_h100.toml"), [], 32)
+    config = parse([f"--job.config_file={ROOT / 'configs/smoke_h100.toml'}"], 32)
     settings = config.optimizer.amo
     assert isinstance(settings, AMOConfig)
     assert settings.lock_step < config.training.steps == 10

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from torchtitan_ext.batch import sequences_per_step
 from torchtitan_ext.config import settings
 from torchtitan_ext.plugin import metrics, patches, validation
 from torchtitan_ext.runs import run_files, run_log
@@ -24,16 +25,16 @@ def dims(replicate: int = 1, shard: int = 1, cp: int = 1) -> SimpleNamespace:
 @pytest.mark.parametrize(
     ("batch", "degrees", "expected"),
     [
-        (16, {}, 16 * 64),  # accumulated
-        (16, {"shard": 4, "cp": 2}, 16 * 64),
-        (-1, {}, 3 * 64),
-        (-1, {"replicate": 2, "shard": 4}, 24 * 64),
-        (-1, {"shard": 2, "cp": 8}, 6 * 64),  # ranks of one context share their sequences
+        (16, {}, 16),  # accumulated
+        (16, {"shard": 4, "cp": 2}, 16),
+        (-1, {}, 3),
+        (-1, {"replicate": 2, "shard": 4}, 24),
+        (-1, {"shard": 2, "cp": 8}, 6),  # ranks of one context share their sequences
     ],
 )
-def test_tokens_of_a_step(batch: int, degrees: dict[str, int], expected: int) -> None:
-    training = SimpleNamespace(global_batch_size=batch, local_batch_size=3, seq_len=64)
-    assert metrics.tokens_per_step(training, dims(**degrees)) == expected
+def test_sequences_of_a_step(batch: int, degrees: dict[str, int], expected: int) -> None:
+    training = SimpleNamespace(global_batch_size=batch, local_batch_size=3)
+    assert sequences_per_step(training, dims(**degrees)) == expected
 
 
 @pytest.fixture

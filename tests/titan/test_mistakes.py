@@ -26,7 +26,7 @@ JSON = str(bpe_folder() / "tokenizer.json")
 
 
 def in_world_of_three(option: str) -> None:
-    settings.resolve(str(ROOT / "configs" / "quickstart.toml"), [option], 3)
+    settings.parse([f"--job.config_file={ROOT}/configs/quickstart.toml", option], 3)
 
 
 def parse(option: str) -> None:

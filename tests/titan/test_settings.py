@@ -14,7 +14,7 @@ from torchtitan.config import ConfigManager
 from amo_dist import AMOConfig
 from tests.distributed import models
 from torchtitan_ext import config_registry, train
-from torchtitan_ext.config import files, settings, values
+from torchtitan_ext.config import checks, files, settings, values
 from torchtitan_ext.plugin.optimizers import SHARED, MuonSection, OptimizersContainer
 from torchtitan_ext.plugin.trainer import Trainer
 from torchtitan_ext.tools.command import Mistakes
@@ -182,10 +182,10 @@ def test_only_errors_of_the_project_lose_their_traceback() -> None:
 def test_completing_twice_changes_nothing_and_never_the_config_itself() -> None:
     config = settings.load([f"--job.config_file={CONFIGS / 'debug_llama3.toml'}"])
     before = values.plain(config)
-    completed = settings.complete(config, 2)
+    completed = checks.complete(config, 2)
     assert values.plain(config) == before
     assert (completed.model_spec.name, completed.loss.global_vocab_size) == ("llama3", 320)
-    assert values.plain(settings.complete(completed)) == values.plain(completed)
+    assert values.plain(checks.complete(completed)) == values.plain(completed)
 
 
 @pytest.mark.parametrize("name", ["AMO", "Muon", "AdaMuon"])
@@ -277,7 +277,7 @@ def test_torchtitan_finds_a_config_by_name_and_by_path(
     for name in ("debug_llama3", file, "mine", "configs/mine.toml"):
         config = titan_parse(name, "--training.steps", "50", "--optimizer.muon.momentum=0.5")
         assert (config.description, config.training.steps) == ("debug llama3", 50)
-        assert built(settings.complete(config).optimizer).momentum == 0.5
+        assert built(checks.complete(config).optimizer).momentum == 0.5
 
 
 def test_torchtitan_lists_the_configs_where_it_finds_none() -> None:

@@ -16,6 +16,7 @@ from amo_dist.config import OPERATOR_TYPES, MuonConfig
 from amo_dist.kernels import newton_schulz
 from amo_dist.schedule.allocate import ns_step_flops
 from amo_dist.schedule.polar_express import schedule_for
+from benchmarks.shapes import matrices as matrices_of
 from tests.memory import peak_bytes
 from torchtitan_ext.tools.shapes import MODELS, PLANS, DecoderShape
 from torchtitan_ext.tools.step_cost import OWNERSHIPS, StepCost, lay_out, newton_schulz_bytes
@@ -31,7 +32,7 @@ UNIFORM = dict.fromkeys(OPERATOR_TYPES, 5)
 def test_shapes_and_steps_are_the_papers(name: str) -> None:
     shape, spec = MODELS[name], SPECS[name]
     assert dataclasses.asdict(shape) == {key: spec[key] for key in dataclasses.asdict(shape)}
-    elements = sum(info.shape[0] * info.shape[1] for info in shape.matrices())
+    elements = sum(info.shape[0] * info.shape[1] for info in matrices_of(shape))
     assert round(elements / 1e6, 2) == spec["muon_params_m"]
     locked = LOCKED.get(name)
     assert (name in PLANS) == bool(locked)
@@ -42,7 +43,7 @@ def test_shapes_and_steps_are_the_papers(name: str) -> None:
 @pytest.mark.parametrize("ownership", OWNERSHIPS)
 @pytest.mark.parametrize(("ranks", "shard"), [(8, 8), (32, 32), (32, 8), (256, 2)])
 def test_load_and_traffic_add_up(ranks: int, shard: int, ownership: Any) -> None:
-    registry = SMALL.matrices()
+    registry = matrices_of(SMALL)
     matrices = lay_out(registry, ranks, replica_size=shard)
     steps = {**UNIFORM, "attn_q": 7}
     cost = StepCost(registry, matrices, steps, ranks, config=MuonConfig(ownership=ownership))
@@ -55,7 +56,7 @@ def test_load_and_traffic_add_up(ranks: int, shard: int, ownership: Any) -> None
 
 
 def test_bytes_follow_the_wire() -> None:
-    registry = SMALL.matrices()
+    registry = matrices_of(SMALL)
     matrices = lay_out(registry, 8)
     configs = (
         MuonConfig(),

@@ -98,18 +98,16 @@ def collect(problems: list[str], check: Callable[[], Any]) -> Any:
     return None
 
 
-def degrees(config: Any, world_size: int) -> dict[str, int]:
-    """Parallel degrees by name; that of sharding is what the others leave.
+def degrees(config: Any, world_size: int) -> ParallelDims:
+    """Parallel degrees; that of sharding is what the others leave.
 
     Raises:
         ValueError: A degree is below 1, or their product is not the size of the world.
     """
     try:
-        dims = ParallelDims.from_config(config.parallelism, world_size)
+        return ParallelDims.from_config(config.parallelism, world_size)
     except AssertionError as error:
         raise ValueError(f"parallelism: {error}") from None
-    names = {"replicate": "dp_replicate", "shard": "dp_shard", "cp": "cp", "tp": "tp", "pp": "pp"}
-    return {name: getattr(dims, field) for name, field in names.items()}
 
 
 def check_batch(config: Any, world_size: int) -> None:
@@ -118,8 +116,8 @@ def check_batch(config: Any, world_size: int) -> None:
     Raises:
         ValueError: Naming the field.
     """
-    by_name, training = degrees(config, world_size), config.training
-    num_data_ranks = by_name["replicate"] * by_name["shard"]
+    dims, training = degrees(config, world_size), config.training
+    num_data_ranks = dims.dp_replicate * dims.dp_shard
     size, least = training.global_batch_size, training.local_batch_size * num_data_ranks
     if size != -1 and (size < 1 or (least > 0 and size % least)):
         raise ValueError(

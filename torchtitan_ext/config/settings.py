@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import os
@@ -20,8 +21,6 @@ from torchtitan_ext.plugin.trainer import Trainer
 from torchtitan_ext.runs import files as atomic
 from torchtitan_ext.runs.run_files import START_FILE
 
-__all__ = ["complete", "for_ranks", "from_file", "load", "parse", "resolve", "split_file"]
-
 # torchtitan's rules for the types of arguments; each call would add them again.
 ConfigManager.register_tyro_rules(custom_registry)
 
@@ -29,26 +28,8 @@ FILE = "job.config_file"
 """Option that names a TOML file."""
 
 
-def resolve(
-    file: str | None, options: Sequence[str], world_size: int | None = None
-) -> Trainer.Config:
-    """Read, complete and check a config.
-
-    Args:
-        file: TOML file; None for the defaults.
-        options: Options of the command line, laid over the file, such as
-            ``["--training.steps", "5"]``.
-        world_size: Number of ranks; None leaves out what depends on it.
-
-    Raises:
-        ValueError: Mistake in the file, or all fields that do not fit together, a line for each.
-        SystemExit: Wrong option, which tyro has explained on standard error.
-    """
-    return complete(_read(file, options), world_size)
-
-
 def parse(args: Sequence[str], world_size: int | None = None) -> Trainer.Config:
-    """Resolve the config of arguments, one of which may name the TOML file.
+    """Read, complete and check the config of arguments, one of which may name a TOML file.
 
     Args:
         args: Arguments such as ``["--job.config_file", "x.toml", "--training.steps", "5"]``, or
@@ -56,12 +37,12 @@ def parse(args: Sequence[str], world_size: int | None = None) -> Trainer.Config:
         world_size: Number of ranks; None leaves out what depends on it.
 
     Raises:
-        ValueError: A mistake of the user's, see :func:`resolve`.
-        SystemExit: Wrong option.
+        ValueError: Mistake in the file, or all fields that do not fit together, a line for each.
+        SystemExit: Wrong option, which tyro has explained on standard error.
     """
-    file, options = split_file(args)
+    file, _ = _split_file(args)
     if file is None or Path(file).name != START_FILE:
-        return resolve(file, options, world_size)
+        return complete(load(args), world_size)
     config = values.overlay(Trainer.Config(), json.loads(Path(file).read_text()))
     return dataclasses.replace(config, model_spec=models.spec(config.model))  # type: ignore[no-any-return]
 
@@ -73,10 +54,26 @@ def load(args: Sequence[str]) -> Trainer.Config:
         args: Arguments, see :func:`parse`.
 
     Raises:
-        ValueError: A mistake of the user's, see :func:`resolve`.
-        SystemExit: Wrong option.
+        ValueError: Mistake in the file.
+        SystemExit: Wrong option, see :func:`parse`.
     """
-    return _read(*split_file(args))
+    file, options = _split_file(args)
+    config = Trainer.Config() if file is None else from_file(file)
+    if not options:
+        return config
+    parsed: typing.Any = tyro.cli(
+        Trainer.Config,
+        prog="amo train",
+        args=options,
+        default=config,
+        registry=custom_registry,
+        use_underscores=True,
+        # Comments are no help, and the search for them takes half of the time.
+        config=(tyro.conf.HelptextFromCommentsOff,),
+        # All ranks read the same command line: the first one prints.
+        console_outputs=os.environ.get("RANK", "0") == "0",
+    )
+    return typing.cast(Trainer.Config, parsed)
 
 
 def from_file(path: str | Path, field: str = FILE) -> Trainer.Config:
@@ -112,32 +109,9 @@ def for_ranks(config: Trainer.Config) -> list[str]:
     return [f"--{FILE}", str(file)]
 
 
-def split_file(args: Sequence[str]) -> tuple[str | None, list[str]]:
+def _split_file(args: Sequence[str]) -> tuple[str | None, list[str]]:
     """Split arguments into the TOML file that they name, if any, and the others."""
-    path, others, words = None, [], iter(args)
-    for word in words:
-        key, equals, value = word.partition("=")
-        if key == f"--{FILE}":
-            path = value if equals else next(words, None)
-        else:
-            others.append(word)
-    return path, others
-
-
-def _read(file: str | None, options: Sequence[str]) -> Trainer.Config:
-    config = Trainer.Config() if file is None else from_file(file)
-    if not options:
-        return config
-    parsed: typing.Any = tyro.cli(
-        Trainer.Config,
-        prog="amo train",
-        args=options,
-        default=config,
-        registry=custom_registry,
-        use_underscores=True,
-        # Comments are no help, and the search for them takes half of the time.
-        config=(tyro.conf.HelptextFromCommentsOff,),
-        # All ranks read the same command line: the first one prints.
-        console_outputs=os.environ.get("RANK", "0") == "0",
-    )
-    return typing.cast(Trainer.Config, parsed)
+    parser = argparse.ArgumentParser(prog="amo train", add_help=False, allow_abbrev=False)
+    parser.add_argument(f"--{FILE}", dest="file")
+    known, others = parser.parse_known_args(args)
+    return known.file, others

@@ -40,9 +40,9 @@ class BatchSizes:
 
     def state_dict(self) -> dict[str, int]:
         """Sizes by field of ``[training]``."""
-        training, dims = self._trainer.config.training, self._trainer.parallel_dims
+        training = self._trainer.config.training
         return {
-            "global_batch_size": sequences_per_step(training, dims.dp_replicate * dims.dp_shard),
+            "global_batch_size": sequences_per_step(training, self._trainer.parallel_dims),
             "local_batch_size": training.local_batch_size,
         }
 

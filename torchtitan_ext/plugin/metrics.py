@@ -95,7 +95,8 @@ class MetricsProcessor(titan.MetricsProcessor):
             self._config_dict["tokenizer"] = {"kind": "hf", **config_dict["tokenizer"]}
         training = SimpleNamespace(**config_dict["training"])
         self._num_steps = int(training.steps)
-        self.tokens_per_step = tokens_per_step(training, options["parallel_dims"])
+        num_sequences = sequences_per_step(training, options["parallel_dims"])
+        self.tokens_per_step = num_sequences * int(training.seq_len)
         self._first_step: int | None = None
         self._step = self._logged_step = 0
         self._step_ended = self.time_last_log
@@ -234,17 +235,6 @@ class MetricsProcessor(titan.MetricsProcessor):
     def _optimizer(self) -> Any:
         """The one of our container; None in torchtitan's own, which holds several."""
         return getattr(self.optimizers, "optimizer", None)
-
-
-def tokens_per_step(training: Any, parallel_dims: Any) -> int:
-    """Tokens of an optimizer step, over all ranks and accumulated batches.
-
-    Args:
-        training: torchtitan's ``[training]``; without a global batch size there is no accumulation.
-        parallel_dims: torchtitan's degrees; ranks of one context share their sequences.
-    """
-    num_data_ranks = parallel_dims.dp_replicate * parallel_dims.dp_shard
-    return sequences_per_step(training, num_data_ranks) * int(training.seq_len)
 
 
 def peak_memory() -> int:

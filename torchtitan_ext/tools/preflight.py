@@ -101,8 +101,10 @@ def predict(config: Any, world_size: int, problems: list[str]) -> dict[str, Any]
     from torchtitan_ext.config.checks import collect, degrees
     from torchtitan_ext.tools import preflight_memory
 
-    by_name = collect(problems, lambda: degrees(config, world_size))
-    layout = " x ".join(f"{name} {n}" for name, n in (by_name or {}).items() if n > 1)
+    dims = collect(problems, lambda: degrees(config, world_size))
+    names = {"replicate": "dp_replicate", "shard": "dp_shard", "cp": "cp", "tp": "tp", "pp": "pp"}
+    parts = {name: getattr(dims, field, 1) for name, field in names.items()}
+    layout = " x ".join(f"{name} {n}" for name, n in parts.items() if n > 1)
     report: dict[str, Any] = {
         "config": {
             "model": config.model.flavor,
@@ -118,14 +120,14 @@ def predict(config: Any, world_size: int, problems: list[str]) -> dict[str, Any]
     registry = preflight_memory.registry_of(groups)
     report["parameters"] = _parameters(groups)
     steps = collect(problems, lambda: _steps(config, registry))
-    if steps is None or by_name is None or problems:
+    if problems:
         return report
     report["Newton-Schulz steps"] = {
         name: {"before the lock": before, "after": after} for name, before, after in steps
     }
-    report["run"] = _run(config, by_name)
-    if by_name["tp"] == by_name["pp"] == 1:  # no other layout has a model of costs here
-        report |= _costs(config, by_name, registry, steps)
+    report["run"] = _run(config, dims)
+    if dims.tp == dims.pp == 1:  # no other layout has a model of costs here
+        report |= _costs(config, dims, registry, steps)
     return report
 
 
@@ -193,13 +195,13 @@ def _steps(config: Any, registry: Sequence[MatrixInfo]) -> list[tuple[str, int, 
     return [(name, schedules[name].num_steps, schedules[name].num_steps) for name in types]
 
 
-def _run(config: Any, degrees: Mapping[str, int]) -> dict[str, Any]:
+def _run(config: Any, dims: Any) -> dict[str, Any]:
     from torchtitan_ext.batch import sequences_per_step
     from torchtitan_ext.tools.preflight_memory import checkpoint_sizes
 
     training = config.training
-    ranks = degrees["replicate"] * degrees["shard"]
-    batch = sequences_per_step(training, ranks)
+    ranks = dims.dp_replicate * dims.dp_shard
+    batch = sequences_per_step(training, dims)
     tokens = batch * training.seq_len
     return {
         "steps": training.steps,
@@ -214,7 +216,7 @@ def _run(config: Any, degrees: Mapping[str, int]) -> dict[str, Any]:
 
 def _costs(
     config: Any,
-    degrees: Mapping[str, int],
+    dims: Any,
     registry: Sequence[MatrixInfo],
     steps: list[tuple[str, int, int]],
 ) -> dict[str, Any]:
@@ -222,13 +224,13 @@ def _costs(
     from torchtitan_ext.tools.preflight_memory import logit_bytes, memory_of
     from torchtitan_ext.tools.step_cost import OWNERSHIPS, StepCost, lay_out
 
-    memory = memory_of(config, degrees)
-    logits = logit_bytes(config, degrees)
+    memory = memory_of(config, dims)
+    logits = logit_bytes(config, dims)
     ownership_rows, exchange, newton_schulz = {}, 0, 0
     if registry:
-        shards = degrees["shard"] * degrees["cp"]
+        shards = dims.dp_shard * dims.cp
         # Plain tensors are private to each rank, which does everything itself.
-        ranks = 1 if shards == 1 else degrees["replicate"] * shards
+        ranks = 1 if shards == 1 else dims.dp_replicate * shards
         matrices = lay_out(registry, ranks, replica_size=shards)
         muon = config.optimizer.amo if config.optimizer.name == "AMO" else config.optimizer.muon
         after = {name: count for name, _, count in steps}

@@ -27,8 +27,8 @@ def validate_config(
     """
     config, problems = checks.validate_config(config, world_size)
     if memory_gb is not None and not problems:  # sizes mean little before all fits together
-        by_name = checks.degrees(config, world_size)
-        collect(problems, lambda: check_memory(config, by_name, memory_gb))
+        dims = checks.degrees(config, world_size)
+        collect(problems, lambda: check_memory(config, dims, memory_gb))
     return config, problems
 
 

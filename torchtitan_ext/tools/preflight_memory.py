@@ -96,12 +96,12 @@ def checkpoint_sizes(config: Any) -> dict[str, int]:
     }
 
 
-def logit_bytes(config: Any, degrees: Mapping[str, int]) -> int:
+def logit_bytes(config: Any, dims: Any) -> int:
     """Bytes that the logits of a batch and their gradients take at the worst moment of a rank.
 
     Args:
         config: A settled config.
-        degrees: Parallel degrees by name. Ranks of one context share a sequence, those of one
+        dims: torchtitan's ``ParallelDims``. Ranks of one context share a sequence, those of one
             tensor the vocabulary; a stage of a pipeline sees a microbatch at a time.
     """
     training, loss = config.training, config.compile
@@ -110,38 +110,38 @@ def logit_bytes(config: Any, degrees: Mapping[str, int]) -> int:
         # One kernel: the logits and their gradient alone.
         bytes_per_logit = 2 * getattr(torch, training.mixed_precision_param).itemsize
     rows: int = training.local_batch_size
-    if degrees["pp"] > 1:
+    if dims.pp > 1:
         rows = config.parallelism.pipeline_parallel_microbatch_size
-    shares: int = degrees["cp"] * degrees["tp"] * config.loss.num_chunks
+    shares: int = dims.cp * dims.tp * config.loss.num_chunks
     num_logits = rows * int(training.seq_len) * int(config.loss.global_vocab_size)
     return num_logits * bytes_per_logit // shares
 
 
-def memory_of(config: Any, degrees: Mapping[str, int]) -> dict[str, int]:
+def memory_of(config: Any, dims: Any) -> dict[str, int]:
     """Bytes of the fullest rank that last, by what they are for: no activations.
 
     Args:
         config: A checked config.
-        degrees: Parallel degrees by name, without tensor or pipeline parallelism.
+        dims: torchtitan's ``ParallelDims``, without tensor or pipeline parallelism.
     """
-    params, state = held_bytes(config, degrees["shard"] * degrees["cp"])
+    params, state = held_bytes(config, dims.dp_shard * dims.cp)
     return {"parameters_bytes": params, "gradients_bytes": params, "optimizer_state_bytes": state}
 
 
-def check_memory(config: Any, degrees: Mapping[str, int], memory_gb: float) -> None:
+def check_memory(config: Any, dims: Any, memory_gb: float) -> None:
     """Check that a rank can hold what it must, activations and exchange aside.
 
     Args:
         config: A checked config.
-        degrees: Parallel degrees by name.
+        dims: torchtitan's ``ParallelDims``.
         memory_gb: Memory of a rank's device, in 1e9 bytes.
 
     Raises:
         ValueError: Naming the field that helps.
     """
-    logits, lasting = logit_bytes(config, degrees), 0
-    if degrees["tp"] == degrees["pp"] == 1:
-        lasting = sum(memory_of(config, degrees).values())
+    logits, lasting = logit_bytes(config, dims), 0
+    if dims.tp == dims.pp == 1:
+        lasting = sum(memory_of(config, dims).values())
     if logits + lasting > memory_gb * 1e9:
         raise ValueError(
             f"training.local_batch_size: found {config.training.local_batch_size}, whose logits "

@@ -1,11 +1,9 @@
-"""Matrices of a decoder from its sizes: the eight models of the AMO paper, or your own."""
+"""Sizes of decoders: the eight models of the AMO paper, or your own."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-
-from amo_dist.schedule.types import MatrixInfo
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,29 +30,6 @@ class DecoderShape:
     def head_dim(self) -> int:
         """Width of one head."""
         return int(self.q_ratio * self.dim) // self.heads
-
-    def block(self) -> list[MatrixInfo]:
-        """List the matrices of one block under torchtitan's names, with shapes ``(out, in)``."""
-        q_dim, kv_dim = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        up, down = (self.ffn_dim, self.dim), (self.dim, self.ffn_dim)
-        return [
-            MatrixInfo("attention.wq.weight", (q_dim, self.dim), "attn_q"),
-            MatrixInfo("attention.wk.weight", (kv_dim, self.dim), "attn_k"),
-            MatrixInfo("attention.wv.weight", (kv_dim, self.dim), "attn_v"),
-            MatrixInfo("attention.wo.weight", (self.dim, q_dim), "attn_o"),
-            MatrixInfo("feed_forward.w1.weight", up, "mlp_gate"),
-            MatrixInfo("feed_forward.w3.weight", up, "mlp_up"),
-            MatrixInfo("feed_forward.w2.weight", down, "mlp_down"),
-        ]
-
-    def matrices(self) -> list[MatrixInfo]:
-        """List every matrix, block by block, named after its operator type."""
-        block = self.block()
-        return [
-            dataclasses.replace(matrix, name=f"layers.{layer}.{matrix.operator_type}")
-            for layer in range(self.layers)
-            for matrix in block
-        ]
 
 
 MODELS: Mapping[str, DecoderShape] = {

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from amo_dist.config import sort_operator_types
 from amo_dist.schedule.plan import Plan
 from torchtitan_ext.runs.records import METRICS_FILE, read_records
 from torchtitan_ext.runs.run_files import (
@@ -41,12 +40,6 @@ class Run:
     """Records of ``geometry.jsonl``, by step; empty if tracking was off."""
     config: Mapping[str, Any]
     """The job config; empty if the run's folder holds none."""
-
-    @property
-    def operator_types(self) -> tuple[str, ...]:
-        """All operator types that the files name, in the declared order."""
-        named = {name for record in self.metrics for name in record["num_steps_by_type"]}
-        return sort_operator_types(named | {record["operator_type"] for record in self.geometry})
 
     def series(self, name: str) -> list[tuple[int, float]]:
         """``(step, value)`` of each record with a number for a figure of the run or optimizer."""
