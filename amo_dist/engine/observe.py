@@ -115,5 +115,5 @@ def matrix_to_check(registry: Sequence[MatrixInfo], step: int, every: int) -> st
         return None
     if step == 1:
         return max(registry, key=lambda matrix: math.prod(matrix.shape)).name
-    turn, rest = divmod(step, every)
-    return registry[(turn - 1) % len(registry)].name if not rest else None
+    turn, steps_since = divmod(step, every)
+    return registry[(turn - 1) % len(registry)].name if not steps_since else None
