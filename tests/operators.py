@@ -1,33 +1,56 @@
-"""Classification of one parameter, as `param_groups` does it for a model."""
+"""Models of nothing but names and shapes, and what `param_groups` makes of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping
+from typing import Any
 
-from amo_dist.operators.patterns import (
-    UNKNOWN,
-    Patterns,
-    Shapes,
-    check_patterns,
-    clean_name,
-    find_views,
-    unknown_matrices,
-)
-from amo_dist.operators.views import MatrixView, Site
+import torch
+from torch import nn
+
+from amo_dist.operators.groups import param_groups
+from amo_dist.operators.views import MatrixView
+from tests.distributed import models
+
+
+def module_of(shapes: Mapping[str, tuple[int, ...]]) -> nn.Module:
+    """A module whose parameters have these dotted names and shapes, on the meta device."""
+    return models.build({n: torch.empty(shape, device="meta") for n, shape in shapes.items()})
+
+
+def views_of(model: nn.Module, **options: Any) -> dict[str, tuple[MatrixView, ...]]:
+    """The matrices of each parameter that is orthogonalized."""
+    groups = param_groups(model, **options)
+    return {name: views for g in groups for name, views in g.get("matrix_views", {}).items()}
+
+
+def types_of(model: nn.Module, **options: Any) -> dict[str, str]:
+    """Operator types, joined by a comma, of every parameter that is orthogonalized."""
+    return {
+        name: ",".join(dict.fromkeys(view.operator_type for view in views))
+        for name, views in views_of(model, **options).items()
+    }
 
 
 def classify(
     name: str,
-    shape: Sequence[int],
-    patterns: Patterns | None = None,
-    shapes: Shapes | None = None,
-    *,
-    flatten_conv: bool = False,
+    shape: tuple[int, ...],
+    patterns: Mapping[str, Any] | None = None,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    **options: Any,
 ) -> tuple[MatrixView, ...] | None:
-    """The matrices of a parameter, None for AdamW; an unknown matrix raises."""
-    name, size = clean_name(name), tuple(shape)
-    targets = check_patterns(patterns)
-    views, reason = find_views(name, size, targets, shapes or {}, Site(), flatten_conv=flatten_conv)
-    if reason == UNKNOWN:
-        raise unknown_matrices({name: size})
-    return views
+    """The matrices of one parameter, beside others of some shapes; None for AdamW."""
+    others = {other: size for other, size in (shapes or {}).items() if other != name}
+    model = module_of({name: shape, **others})
+    found = views_of(model, patterns=patterns, allow_unused=True, **options)
+    return next((views for own, views in found.items() if own not in others), None)
+
+
+def pasted(text: str) -> dict[str, Any]:
+    """The patterns that an error or a report prints."""
+    (source,) = re.findall(r"^from amo_dist .*?^\}$", text, flags=re.MULTILINE | re.DOTALL)
+    variables: dict[str, Any] = {}
+    exec(source, variables)  # with no name but its own imports
+    patterns: dict[str, Any] = variables["patterns"]
+    return patterns

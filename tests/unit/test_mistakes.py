@@ -29,7 +29,7 @@ from amo_dist.engine.ballot import Ballots
 from tests import runs
 from tests.distributed import models
 from tests.memory import peak_bytes
-from tests.unit.test_operators import pasted
+from tests.operators import pasted
 
 WQ = runs.WQ
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from amo_dist import Muon, MuonConfig, NorMuon, param_groups
 from tests.distributed.models import gradient
+from tests.operators import views_of
 
 
 class Conv1D(nn.Module):
@@ -30,11 +31,6 @@ def within(name: str, module: nn.Module) -> nn.Module:
         parent = parent.get_submodule(part)
     parent.add_module(last, module)
     return root
-
-
-def views_of(model: nn.Module, **options: Any) -> dict[str, Any]:
-    groups = param_groups(model, **options)
-    return {name: views for g in groups for name, views in g.get("matrix_views", {}).items()}
 
 
 def trained(

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ import torch
 from amo_dist.config import Box, sort_operator_types
 from amo_dist.operators.views import Fused, MatrixView
 from tests.layouts import cut_view
-from tests.operators import classify
+from tests.operators import classify, pasted
 
 
 def assert_covers(shape: tuple[int, ...], views: tuple[MatrixView, ...]) -> None:
@@ -59,15 +58,6 @@ def assert_covers(shape: tuple[int, ...], views: tuple[MatrixView, ...]) -> None
 def test_names(name: str, shape: tuple[int, ...], expected: str | None) -> None:
     views = classify(name, shape)
     assert views == (None if expected is None else (MatrixView("", expected, None),))
-
-
-def pasted(text: str) -> dict[str, str]:
-    """The patterns that an error or a report prints."""
-    (source,) = re.findall(r"^from amo_dist .*?^\}$", text, flags=re.MULTILINE | re.DOTALL)
-    variables: dict[str, Any] = {}
-    exec(source, variables)  # with no name but its own imports
-    patterns: dict[str, str] = variables["patterns"]
-    return patterns
 
 
 @pytest.mark.parametrize(
@@ -200,25 +190,6 @@ def test_errors_of_fused_name_the_field(field: str, value: object) -> None:
     argument = "parts" if field == "operator type" else field
     with pytest.raises(ValueError, match=field):
         Fused(**{"parts": PARTS, argument: value})  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("patterns", "shape", "field"),
-    [
-        ({"(": "attn_q"}, (4, 4), "patterns"),
-        ({".*": "attn/q"}, (4, 4), "operator type"),
-        ({".*": 3}, (4, 4), r"patterns\['\.\*'\]"),
-        ({".*": "attn_q"}, (4,), r"layers\.0\.x"),
-        ({".*": "conv"}, (4, 4, 3, 3, 3), r"layers\.0\.x"),
-        ({".*": QKV}, (16, 4, 3, 3), r"layers\.0\.x"),
-        ({".*": QKV}, (15, 4), r"layers\.0\.x"),
-    ],
-)
-def test_errors_of_patterns_name_the_parameter(
-    patterns: dict[str, object], shape: tuple[int, ...], field: str
-) -> None:
-    with pytest.raises(ValueError, match=field):
-        classify("layers.0.x", shape, patterns)  # type: ignore[arg-type]
 
 
 def test_user_patterns_win_and_match_the_whole_name() -> None:

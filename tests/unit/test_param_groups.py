@@ -1,35 +1,16 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
-from amo_dist import Muon
-from amo_dist.config import sort_operator_types
+from amo_dist import Fused, Muon
 from amo_dist.operators.groups import param_groups
 from amo_dist.operators.views import MatrixView
 from tests import runs
 from tests.distributed import models
-from tests.unit.test_operators import pasted
-
-
-def module_of(shapes: Mapping[str, tuple[int, ...]]) -> nn.Module:
-    """A module whose parameters have these dotted names and shapes, on the meta device."""
-    return models.build({n: torch.empty(shape, device="meta") for n, shape in shapes.items()})
-
-
-def types_by_name(groups: list[dict[str, object]]) -> dict[str, str]:
-    """Operator types, joined by a comma, of every parameter that is orthogonalized."""
-    found = {}
-    for group in groups:
-        views_by_name = group.get("matrix_views", {})
-        assert isinstance(views_by_name, dict)
-        for name, views in views_by_name.items():
-            found[name] = ",".join(sort_operator_types(view.operator_type for view in views))
-    return found
+from tests.operators import module_of, pasted, types_of
 
 
 def test_groups_of_a_decoder() -> None:
@@ -40,8 +21,9 @@ def test_groups_of_a_decoder() -> None:
     }
     expected = {f"layers.{n}.{tail}": kind for n in range(2) for tail, kind in types.items()}
     shapes = {"tok_embeddings.weight": (10, 4), **dict.fromkeys(expected, (4, 4)), "norm": (4,)}
-    muon, adamw = param_groups(module_of(shapes))
-    assert types_by_name([muon]) == expected
+    model = module_of(shapes)
+    muon, adamw = param_groups(model)
+    assert types_of(model) == expected
     assert [name for name, _ in muon["params"]] == list(muon["matrix_views"])
     assert {name for name, _ in muon["params"] + adamw["params"]} == shapes.keys()
     assert muon.keys() == {"params", "algorithm", "matrix_views"}
@@ -58,8 +40,9 @@ def test_each_expert_is_a_matrix(name: str) -> None:
         "layers.0.moe.shared_experts.w2.weight": (4, 8),
         "layers.0.moe.router.gate.weight": (3, 4),
     }
-    muon, adamw = param_groups(module_of(shapes))
-    assert types_by_name([muon]) == {
+    model = module_of(shapes)
+    muon, adamw = param_groups(model)
+    assert types_of(model) == {
         name: "expert_down",
         "layers.0.moe.shared_experts.w2.weight": "shared_expert_down",
     }
@@ -81,10 +64,6 @@ BLOCK = {
 
 
 NAN = float("nan")
-
-
-def decoder() -> nn.Module:
-    return module_of(BLOCK)
 
 
 def test_frozen_parameters_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,8 +110,7 @@ def test_tied_parameters_appear_once_under_the_first_name() -> None:
 def test_parts_of_one_model() -> None:
     first = {name: shape for name, shape in BLOCK.items() if "layers.1" not in name}
     second = {name: shape for name, shape in BLOCK.items() if "layers.1" in name}
-    groups = param_groups([module_of(first), module_of(second)])
-    assert types_by_name(groups) == types_by_name(param_groups(module_of(BLOCK)))
+    assert types_of([module_of(first), module_of(second)]) == types_of(module_of(BLOCK))
     with pytest.raises(ValueError, match=r"two parameters 'layers\.1"):
         param_groups([module_of(BLOCK), module_of(second)])
 
@@ -197,33 +175,51 @@ def test_an_expression_that_an_earlier_one_covers_is_used() -> None:
     assert len(param_groups(module_of(BLOCK), patterns=patterns)) == 2
 
 
+X = "layers.0.x"
+QKV = Fused((("attn_q", 8), ("attn_k", 4), ("attn_v", 4)))
+HEADS = {"layers.0.attention.wq.weight": (12, 8), "layers.0.attention.wo.weight": (8, 12)}
+IN_TURN = {"layers.0.attention.query_key_value.weight": (24, 8)}
+
+
 @pytest.mark.parametrize(
-    ("make", "options", "field"),
+    ("model", "options", "field"),
     [
-        (nn.Module, {}, "model"),
-        (lambda: nn.Linear(2, 2, bias=False).requires_grad_(False), {}, "model"),
-        (lambda: nn.Linear(2, 2).parameters(), {}, "model"),
-        (lambda: nn.Linear(2, 2).weight, {}, "model"),
-        (lambda: None, {}, "model"),
+        (nn.Module(), {}, "model"),
+        (nn.Linear(2, 2, bias=False).requires_grad_(False), {}, "model"),
+        (nn.Linear(2, 2).parameters(), {}, "model"),
+        (nn.Linear(2, 2).weight, {}, "model"),
+        (None, {}, "model"),
         # By its name, as a real one wants a process group.
         (
-            lambda: nn.Sequential(type("FullyShardedDataParallel", (nn.Module,), {})()),
+            nn.Sequential(type("FullyShardedDataParallel", (nn.Module,), {})()),
             {},
             "FullyShardedDataParallel",
         ),
-        *[(decoder, {"lr_multipliers": {".*": rate}}, "lr_multipliers") for rate in (0.0, NAN)],
-        (decoder, {"lr_multipliers": {"(": 1.0}}, "lr_multipliers"),
-        (decoder, {"no_decay": "norm.weight"}, "no_decay"),
-        (decoder, {"no_decay": ["("]}, "no_decay"),
-        (decoder, {"unknown": "adamw"}, "unknown"),
-        (lambda: module_of({"layers.0.mixing": (3, 4, 4)}), {"unknown": "matrix"}, "patterns"),
+        *[(BLOCK, {"lr_multipliers": {".*": rate}}, "lr_multipliers") for rate in (0.0, NAN)],
+        (BLOCK, {"lr_multipliers": {"(": 1.0}}, "lr_multipliers"),
+        (BLOCK, {"no_decay": "norm.weight"}, "no_decay"),
+        (BLOCK, {"no_decay": ["("]}, "no_decay"),
+        (BLOCK, {"unknown": "adamw"}, "unknown"),
+        ({"layers.0.mixing": (3, 4, 4)}, {"unknown": "matrix"}, "patterns"),
+        ({X: (4, 4)}, {"patterns": {"(": "attn_q"}}, "patterns"),
+        ({X: (4, 4)}, {"patterns": {".*": "attn/q"}}, "operator type"),
+        ({X: (4, 4)}, {"patterns": {".*": 3}}, r"patterns\['\.\*'\]"),
+        ({X: (4,)}, {"patterns": {".*": "attn_q"}}, X),
+        ({X: (4, 4, 3, 3, 3)}, {"patterns": {".*": "conv"}}, X),
+        ({X: (16, 4, 3, 3)}, {"patterns": {".*": QKV}}, X),
+        ({X: (15, 4)}, {"patterns": {".*": QKV}}, X),
+        (HEADS, {"per_head": True}, "per_head: .*wq.* no module that gives the rows of a head"),
+        (HEADS, {"per_head": 5}, "wq.* found 12 rows, expected a multiple of the 5 rows"),
+        (HEADS, {"per_head": 1}, "per_head: found 1, expected True, False or"),
+        (HEADS, {"per_head": "yes"}, "per_head: found 'yes'"),
+        (IN_TURN, {"per_head": 4}, "found queries, keys, values in unknown order"),
     ],
 )
-def test_errors_name_the_argument(
-    make: Callable[[], Any], options: dict[str, Any], field: str
+def test_mistakes_name_the_argument_or_the_parameter(
+    model: Any, options: dict[str, Any], field: str
 ) -> None:
     with pytest.raises(ValueError, match=field):
-        param_groups(make(), **options)
+        param_groups(module_of(model) if isinstance(model, dict) else model, **options)
 
 
 def test_report(capsys: pytest.CaptureFixture[str]) -> None:
@@ -269,24 +265,24 @@ def test_an_error_prints_patterns_for_the_whole_model() -> None:
     ) as caught:
         param_groups(module_of(MIXER))
     assert PATTERNS in str(caught.value)
-    types = types_by_name(param_groups(module_of(MIXER), patterns=pasted(PATTERNS)))
+    types = types_of(module_of(MIXER), patterns=pasted(PATTERNS))
     assert types["blocks.0.moe.experts.first"] == "experts_first"
 
 
 def test_unknown_matrices_are_one_type_where_asked_for() -> None:
     embedding = nn.Embedding(10, 4)
     plain = nn.Sequential(embedding, nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 4))
-    muon, adamw = param_groups(plain, unknown="matrix")
-    assert types_by_name([muon]) == {"1.weight": "matrix", "3.weight": "matrix"}
+    _, adamw = param_groups(plain, unknown="matrix")
+    assert types_of(plain, unknown="matrix") == {"1.weight": "matrix", "3.weight": "matrix"}
     assert adamw["params"][0] == ("0.weight", embedding.weight)
     known = {"layers.0.attention.wq.weight": (4, 4), "tok_embeddings.weight": (10, 4)}
     unknown = {"layers.0.mixing.weight": (4, 4), "adapter.weight": (4, 4)}
     heads = {"output.weight": (10, 4), "lm_head.weight": (10, 4), "classifier.dense.weight": (4, 4)}
     model = module_of({**known, **unknown, **heads, "layers.0.norm.weight": (4,)})
     expected = {"layers.0.attention.wq.weight": "attn_q", **dict.fromkeys(unknown, "matrix")}
-    assert types_by_name(param_groups(model, unknown="matrix")) == expected
+    assert types_of(model, unknown="matrix") == expected
     patterns = {r"adapter\.weight": "adamw", r"output\.weight": "head"}
-    named = types_by_name(param_groups(model, unknown="matrix", patterns=patterns))
+    named = types_of(model, unknown="matrix", patterns=patterns)
     del expected["adapter.weight"]
     assert named == {**expected, "output.weight": "head"}
     with pytest.raises(ValueError, match=r"(?s)layers\.0\.mixing.* pass unknown='matrix': all"):

@@ -13,7 +13,7 @@ from amo_dist import AMO, AMOConfig, Fused, Muon, MuonConfig
 from amo_dist.operators.groups import param_groups
 from tests import runs
 from tests.distributed import models
-from tests.unit.test_param_groups import module_of
+from tests.operators import module_of, views_of
 
 Q, K = "layers.0.attention.wq.weight", "layers.0.attention.wk.weight"
 GROUPED = {Q: (12, 8), K: (6, 8), "layers.0.attention.wo.weight": (8, 12)}
@@ -25,14 +25,9 @@ def told(model: nn.Module, name: str = "layers.0.attention", **sizes: object) ->
     return model
 
 
-def counts(groups: list[dict[str, object]]) -> dict[str, int]:
+def counts(model: nn.Module, **options: Any) -> dict[str, int]:
     """Matrices of each parameter that is orthogonalized."""
-    found: dict[str, int] = {}
-    for group in groups:
-        views = group.get("matrix_views", {})
-        assert isinstance(views, dict)
-        found |= {name: len(each) for name, each in views.items()}
-    return found
+    return {name: len(views) for name, views in views_of(model, **options).items()}
 
 
 @pytest.mark.parametrize(
@@ -48,7 +43,7 @@ def counts(groups: list[dict[str, object]]) -> dict[str, int]:
     ],
 )
 def test_modules_and_configurations_tell_the_heads(sizes: dict[str, object]) -> None:
-    found = counts(param_groups(told(module_of(GROUPED), **sizes), per_head=True))
+    found = counts(told(module_of(GROUPED), **sizes), per_head=True)
     assert found == {Q: 4, K: 2, "layers.0.attention.wo.weight": 1}
 
 
@@ -56,7 +51,7 @@ def test_the_nearest_module_tells() -> None:
     shapes = {**GROUPED, "layers.1.attention.wq.weight": (12, 8)}
     model = told(module_of(shapes), "layers.1.attention", head_dim=6)
     model.config = SimpleNamespace(head_dim=3)
-    found = counts(param_groups(model, per_head=True))
+    found = counts(model, per_head=True)
     assert (found[Q], found["layers.1.attention.wq.weight"]) == (4, 2)
 
 
@@ -64,19 +59,19 @@ def test_what_a_pattern_says_of_heads_holds() -> None:
     model = told(module_of({**GROUPED, "layers.0.attention.wv.weight": (6, 8)}), head_dim=3)
     # One head of keys, as given; queries of a name that nobody knows divide by their type.
     patterns = {r".*wk\.weight": Fused((("attn_k", 6),), heads={"attn_k": 1})}
-    found = counts(param_groups(model, patterns=patterns, per_head=True))
+    found = counts(model, patterns=patterns, per_head=True)
     assert (found[K], found[Q]) == (1, 4)
     model = told(module_of({"layers.0.mine": (12, 8)}), "layers.0", head_dim=3)
     patterns = {r".*mine": "attn_q"}
-    assert counts(param_groups(model, patterns=patterns, per_head=True)) == {"layers.0.mine": 4}
+    assert counts(model, patterns=patterns, per_head=True) == {"layers.0.mine": 4}
     model = module_of({"layers.0.mine": (12, 8)})  # no module gives heads
     patterns = {r".*mine": Fused((("attn_q", 12),), heads={"attn_q": 6})}
-    assert counts(param_groups(model, patterns=patterns, per_head=True)) == {"layers.0.mine": 6}
+    assert counts(model, patterns=patterns, per_head=True) == {"layers.0.mine": 6}
 
 
 def test_unknown_matrices_stay_whole_beside_heads() -> None:
     model = told(module_of({**GROUPED, "layers.0.odd": (12, 8)}), head_dim=3)
-    found = counts(param_groups(model, unknown="matrix", per_head=True))
+    found = counts(model, unknown="matrix", per_head=True)
     assert (found[Q], found["layers.0.odd"]) == (4, 1)
 
 
@@ -86,27 +81,6 @@ def test_columns_hold_heads_where_a_parameter_is_fused_by_columns() -> None:
     views = group["matrix_views"][name]
     assert [view.boxes for view in views[:2]] == [(((0, 8), (0, 4)),), (((0, 8), (4, 8)),)]
     assert [view.suffix for view in views] == [f"[{kind}.{i}]" for kind in "qkv" for i in range(2)]
-
-
-@pytest.mark.parametrize(
-    ("shapes", "per_head", "message"),
-    [
-        (GROUPED, True, rf"per_head: {Q}: found no module that gives the rows of a head"),
-        (GROUPED, 5, rf"{Q}: found 12 rows, expected a multiple of the 5 rows"),
-        (GROUPED, 1, "per_head: found 1, expected True, False or"),
-        (GROUPED, "yes", "per_head: found 'yes'"),
-        (
-            {"layers.0.attention.query_key_value.weight": (24, 8)},
-            4,
-            "found queries, keys, values in unknown order",
-        ),
-    ],
-)
-def test_heads_that_cannot_be_told_are_refused(
-    shapes: dict[str, tuple[int, ...]], per_head: bool | int, message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        param_groups(module_of(shapes), per_head=per_head)
 
 
 FIELDS: dict[str, Any] = {"ns_dtype": "float32"}
