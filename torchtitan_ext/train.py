@@ -132,7 +132,11 @@ def train(config: Any) -> str:
             trainer.train()
             if trainer.stop_signal.has_stopped:
                 outcome = "stopped" if trainer.checkpointer.saves else "unsaved"
-            if not trainer.has_trained and outcome == "done" and os.environ["RANK"] == "0":
+            if (
+                not trainer.stop_signal.has_trained
+                and outcome == "done"
+                and os.environ["RANK"] == "0"
+            ):
                 progress.info(
                     "the run in %s is complete (its checkpoint is of step %d of %d): nothing was "
                     "trained; a larger training.steps goes on",

@@ -99,12 +99,13 @@ def test_the_optimizers_groups_follow_the_timeout(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(dist, "set_timeout", set_timeout, raising=False)
     monkeypatch.setattr(titan.Trainer, "train_step", lambda self, data: None)
     trainer: Any = object.__new__(Trainer)
-    trainer.has_trained, trainer._follows_timeout = False, True
+    trainer.stop_signal, trainer._follows_timeout = SimpleNamespace(has_trained=False), True
     trainer.config = SimpleNamespace(comm=SimpleNamespace(train_timeout_seconds=7))
     world = SimpleNamespace(group="world", groups_by_ranks={(0, 1): "pair", (0,): None})
     trainer.optimizers = SimpleNamespace(optimizers=[SimpleNamespace(world=world)])
     trainer.train_step(None)
     assert not calls
+    trainer.stop_signal.has_trained = True
     trainer.train_step(None)
     trainer.train_step(None)
     assert sorted(calls) == [(7.0, "pair"), (7.0, "world")]

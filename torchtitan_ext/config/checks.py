@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 
 from torchtitan.distributed import ParallelDims
 
+from torchtitan_ext.config.values import overlay
 from torchtitan_ext.data import loader
 from torchtitan_ext.plugin import losses, models, optimizers
 from torchtitan_ext.runs.run_files import require_local
-from torchtitan_ext.tools.command import Mistakes
 
 _T = TypeVar("_T")
 
@@ -39,11 +39,12 @@ def complete(config: _T, world_size: int | None = None) -> _T:
         The complete config; completing it again changes nothing.
 
     Raises:
-        Mistakes: Every mistake, each with its field, what was found and what was expected.
+        ValueError: Every mistake, a line for each, with its field, what was found and what was
+            expected.
     """
     config, problems = validate_config(config, world_size)
     if problems:
-        raise Mistakes(problems)
+        raise ValueError("\n".join(problems))
     return config
 
 
@@ -63,16 +64,15 @@ def validate_config(config: Any, world_size: int | None = None) -> tuple[Any, li
         optimizer=collect(problems, lambda: optimizers.resolved(config.optimizer))
         or config.optimizer,
         model_spec=config.model_spec or collect(problems, lambda: models.spec(config.model)),
-        dataloader=_loader(config.dataloader, config),
-        validator=dataclasses.replace(
-            config.validator, dataloader=_loader(config.validator.dataloader, config)
-        ),
     )
+    loader_fields = {"positions": config.model.attention != "sdpa"}
+    derived: dict[str, Any] = {
+        "dataloader": loader_fields,
+        "validator": {"dataloader": loader_fields},
+    }
     if config.model_spec is not None and config.loss.global_vocab_size is None:
-        size = config.model_spec.model.vocab_size
-        config = dataclasses.replace(
-            config, loss=dataclasses.replace(config.loss, global_vocab_size=size)
-        )
+        derived["loss"] = {"global_vocab_size": config.model_spec.model.vocab_size}
+    config = overlay(config, derived)
     checks: list[Callable[[], object]] = [
         lambda: require_local("dump_folder", config.dump_folder),
         lambda: _check_ranges(config),
@@ -125,13 +125,6 @@ def check_batch(config: Any, world_size: int) -> None:
             f"local_batch_size {training.local_batch_size} on {num_data_ranks} data-parallel "
             "ranks, or -1 for just that"
         )
-
-
-def _loader(section: Any, config: Any) -> Any:
-    return dataclasses.replace(
-        section,
-        positions=config.model.attention != "sdpa",
-    )
 
 
 def _check_ranges(config: Any) -> None:

@@ -312,8 +312,8 @@ class OptimizersContainer(titan.OptimizersContainer):
             """
             config = resolved(self)  # a program or an override may have made it
             _require_used(model_parts, config)
-            owner: Any = self._owner
-            container: OptimizersContainer = owner(config, model_parts=model_parts)
+            container: OptimizersContainer
+            container = Configurable.Config.build(config, model_parts=model_parts)
             hyperparameters.install(container, config)
             container.register_step_pre_hook(container.clock.start)
             container.register_step_post_hook(container.clock.stop)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 import torchtitan.trainer as titan
+from torchtitan.config import Configurable
 from torchtitan.config.configs import DebugConfig, ParallelismConfig, TrainingConfig
 
 from torchtitan_ext import environment
@@ -23,6 +24,7 @@ from torchtitan_ext.plugin.losses import Loss
 from torchtitan_ext.plugin.metrics import MetricsProcessor
 from torchtitan_ext.plugin.optimizers import OptimizersContainer, groups_of_ranks
 from torchtitan_ext.plugin.validation import Validator
+from torchtitan_ext.signals import StopSignal
 
 
 class Trainer(titan.Trainer):
@@ -67,14 +69,14 @@ class Trainer(titan.Trainer):
             """Complete and check the config, and build the trainer.
 
             Raises:
-                Mistakes: All fields that do not fit together.
+                ValueError: All fields that do not fit together, a line for each.
             """
-            owner: Any = self._owner
-            trainer: Trainer = owner(checks.complete(self), **options)
+            trainer: Trainer = Configurable.Config.build(checks.complete(self), **options)
             return trainer
 
     config: Config
     checkpointer: CheckpointManager
+    stop_signal: StopSignal
 
     def __init__(self, config: Config) -> None:
         # Both entry points come here: the project's own, and torchtitan's.
@@ -84,8 +86,6 @@ class Trainer(titan.Trainer):
         if config.metrics.console == "brief":
             console.brief(Path(config.dump_folder))
         super().__init__(config)
-        self.has_trained = False
-        """Whether this process made a step."""
         self._follows_timeout = True
 
     def train_step(self, data_iterator: Any) -> None:
@@ -93,10 +93,9 @@ class Trainer(titan.Trainer):
 
         After the first step torchtitan lowers the timeout of its own groups alone.
         """
-        if self.has_trained and self._follows_timeout:
+        if self.stop_signal.has_trained and self._follows_timeout:
             self._follows_timeout = False
             timeout = timedelta(seconds=self.config.comm.train_timeout_seconds)
             for group in groups_of_ranks(self.optimizers):
                 dist.set_timeout(timeout, group)  # type: ignore[attr-defined]
         super().train_step(data_iterator)
-        self.has_trained = True

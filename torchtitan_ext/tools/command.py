@@ -10,18 +10,6 @@ import sys
 from collections.abc import Sequence
 
 
-class Mistakes(ValueError):
-    """Several mistakes of the user's.
-
-    Args:
-        problems: A line for each, with the field, what was found and what was expected.
-    """
-
-    def __init__(self, problems: Sequence[str]) -> None:
-        super().__init__("\n".join(problems))
-        self.problems = tuple(problems)
-
-
 def run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> int:
     """Parse arguments and run the command that they name.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import subprocess
 import sys
@@ -37,12 +36,13 @@ def dry_run(config: Any, world_size: int) -> dict[str, Any]:
     Raises:
         ValueError: The steps failed; the message is the last line of the error.
     """
-    from torchtitan_ext.config import settings
+    from torchtitan_ext.config import settings, values
     from torchtitan_ext.plugin import machine
     from torchtitan_ext.runs.run_files import read_metrics
 
     with tempfile.TemporaryDirectory(prefix="amo-dry-run-") as folder:
-        changes: dict[str, dict[str, Any]] = {
+        changes: dict[str, Any] = {
+            "dump_folder": folder,
             "comm": {"mode": "fake_backend"},
             "training": {"steps": STEPS, "global_batch_size": -1},
             "lr_scheduler": {"warmup_steps": 1, "total_steps": None},
@@ -57,11 +57,7 @@ def dry_run(config: Any, world_size: int) -> dict[str, Any]:
             seq_len = min(SEQUENCE, config.training.seq_len)
             changes["training"] |= {"seq_len": seq_len, "local_batch_size": 1}
             changes["compile"] = {"backend": "eager"}  # traced whole, without minutes of C++
-        sections = {
-            name: dataclasses.replace(getattr(config, name), **fields)
-            for name, fields in changes.items()
-        }
-        short = dataclasses.replace(config, dump_folder=folder, **sections)
+        short = values.overlay(config, changes)
         ranks = {"NGPU": str(world_size), "WORLD_SIZE": str(world_size)}
         done = subprocess.run(
             [sys.executable, "-m", "torchtitan_ext.tools.dry_run", *settings.for_ranks(short)],
