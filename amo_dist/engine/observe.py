@@ -106,12 +106,12 @@ def _measure(
 
 
 def matrix_to_check(registry: Sequence[MatrixInfo], step: int, every: int) -> str | None:
-    """The matrix whose residual is measured at a step, counted from 1; None for none.
+    """The matrix whose residual is measured at a step, counted from 1; None at most steps.
 
     All take turns by name, one in ``every`` steps. In step 1 it is the largest one, so that a
     device without memory for that is noticed at once.
     """
-    if not every or not registry:
+    if not registry:
         return None
     if step == 1:
         return max(registry, key=lambda matrix: math.prod(matrix.shape)).name

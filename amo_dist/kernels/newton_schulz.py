@@ -446,7 +446,7 @@ def scale_to_exact_norm(updates: Tensor) -> Tensor:
     norms: Tensor = torch.linalg.vector_norm(updates, dim=(-2, -1), keepdim=True, dtype=wide)
     factors = size / norms.clamp_min(least)
     if on_cpu(updates):
-        # By 0-dim tensors: by others of another dtype, a CPU multiplies copies.
+        # A CPU copies a matrix to multiply it by a tensor of another dtype, unless that is 0-dim.
         for update, factor in zip(updates, factors.flatten(), strict=True):
             update.mul_(factor)
     else:

@@ -316,8 +316,8 @@ class Muon(torch.optim.Optimizer):
         has_fixed_owners = (
             state.config.ownership == "round_robin" or source.phase(step) == "transition"
         )
-        measurements = list[Measurement]()
-        checked = matrix_to_check(world.registry, step, state.config.ns_guard_every)
+        every, measurements = state.config.ns_guard_every, list[Measurement]()
+        checked = matrix_to_check(world.registry, step, every) if every else None
         try:
             if sample:
                 measurements.append(self._observation(step, sample, decision.schedules))
