@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 
@@ -15,8 +14,6 @@ from tests.examples import ROOT
 def test_pytorchs_contract_holds_for_every_class() -> None:
     pytest.importorskip("expecttest", reason="PyTorch's test helpers import expecttest")
     # PyTorch's helpers freeze flags of the process that imports them.
-    command = [sys.executable, "-m", "tests.torch_contract", "--json"]
-    ran = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
-    records = json.loads(ran.stdout.splitlines()[-1])
-    assert [record for record in records if record[2] == "failed"] == []
-    assert all(reason for *_, result, reason in records if result == "skipped")
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "tests/torch_contract.py"]
+    ran = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout

@@ -1,4 +1,4 @@
-"""PyTorch's own database of optimizers, asked of this family: ``python -m tests.torch_contract``.
+"""PyTorch's own database of optimizers, asked of this family: ``pytest tests/torch_contract.py``.
 
 The wheel of PyTorch ships the hyperparameters, mistakes and schedulers with which its test suite
 tries every optimizer (``torch.testing._internal.common_optimizers``), but not the suite. The cases
@@ -13,12 +13,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
-import sys
-import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -38,19 +36,20 @@ from amo_dist import (
 
 CPU = torch.device("cpu")
 SHORT = AMOConfig(observe_until=4, observe_every=2, sample_size=2, transition_steps=3)
-CLASSES: dict[str, type[Muon]] = {
-    "AMO": AMO,
-    "Muon": Muon,
-    "AdaMuon": AdaMuon,
-    "NorMuon": NorMuon,
-    "ROOT": ROOT,
-}
 INFO = {info.optim_cls.__name__: info for info in outside.optim_db}
-INPUTS = [
-    *(("Muon", entry) for entry in INFO["Muon"].optim_inputs_func(CPU)),
-    *(("AdamW", entry) for entry in INFO["AdamW"].optim_inputs_func(CPU)),
-]
+EVERY_INPUT = pytest.mark.parametrize(
+    "kwargs",
+    [
+        pytest.param(entry.kwargs, id=f"{name}, {entry.desc}")
+        for name in ("Muon", "AdamW")
+        for entry in INFO[name].optim_inputs_func(CPU)
+    ],
+)
 """Hyperparameters of the two optimizers whose work each class does."""
+pytestmark = [
+    pytest.mark.parametrize("cls", [AMO, Muon, AdaMuon, NorMuon, ROOT]),
+    pytest.mark.filterwarnings("ignore"),  # a first step without gradients warns
+]
 NOT_OFFERED = {
     "maximize": "no option: negate the loss",
     "amsgrad": "no option of our AdamW",
@@ -61,17 +60,13 @@ SETTINGS = {"momentum": "momentum", "adjust_lr_fn": "adjust_lr"}
 """Options of PyTorch's Muon that are settings here."""
 
 
-class Skipped(Exception):
-    """A case that does not apply; the text is the reason."""
-
-
 def build(cls: type[Muon], params: Iterable[Any], **kwargs: Any) -> Muon:
     """An optimizer of plain tensors: matrices as one operator type, the rest to AdamW."""
     options: dict[str, Any] = {}
     fields: dict[str, Any] = {}
-    for name, value in kwargs.items():
+    for name, value in copy.deepcopy(kwargs).items():  # schedulers change a tensor in place
         if name in NOT_OFFERED:
-            raise Skipped(f"{name}: {NOT_OFFERED[name]}")
+            pytest.skip(f"{name}: {NOT_OFFERED[name]}")
         if name in SETTINGS:
             fields[SETTINGS[name]] = value
         elif name not in ("ns_steps", "ns_coefficients"):
@@ -79,7 +74,7 @@ def build(cls: type[Muon], params: Iterable[Any], **kwargs: Any) -> Muon:
     options["config"] = dataclasses.replace(SHORT if cls is AMO else MuonConfig(), **fields)
     if "ns_steps" in kwargs or "ns_coefficients" in kwargs:
         if cls in (AMO, ROOT):
-            raise Skipped("ns_steps, ns_coefficients: AMO and ROOT choose coefficients themselves")
+            pytest.skip("ns_steps, ns_coefficients: AMO and ROOT choose coefficients themselves")
         triple = kwargs.get("ns_coefficients", (3.4445, -4.775, 2.0315))
         options["schedule"] = Schedule((triple,) * kwargs.get("ns_steps", 5))
     model = nn.Module()
@@ -116,7 +111,8 @@ def same(left: Iterable[Tensor], right: Iterable[Tensor]) -> bool:
 # ---------------------------------------------------------------- cases with every input
 
 
-def the_loss_falls(cls: type[Muon], kwargs: dict[str, Any]) -> None:
+@EVERY_INPUT
+def test_the_loss_falls(cls: type[Muon], kwargs: dict[str, Any]) -> None:
     params, loss = problem()
     before = float(loss())
     optimizer = build(cls, params, **kwargs)
@@ -125,7 +121,8 @@ def the_loss_falls(cls: type[Muon], kwargs: dict[str, Any]) -> None:
     assert float(loss()) < before
 
 
-def the_loss_falls_with_strides(cls: type[Muon], kwargs: dict[str, Any]) -> None:
+@EVERY_INPUT
+def test_the_loss_falls_with_strides(cls: type[Muon], kwargs: dict[str, Any]) -> None:
     params, loss = problem()
     with torch.no_grad():
         for param in params:
@@ -136,13 +133,13 @@ def the_loss_falls_with_strides(cls: type[Muon], kwargs: dict[str, Any]) -> None
     assert float(loss()) < before
 
 
-def the_loss_falls_with_schedulers(cls: type[Muon], kwargs: dict[str, Any]) -> None:
+@EVERY_INPUT
+def test_the_loss_falls_with_schedulers(cls: type[Muon], kwargs: dict[str, Any]) -> None:
     for constructors in (INFO["SGD"].scheduler_inputs, INFO["Adam"].scheduler_inputs):
         for several in constructors:
             params, loss = problem()
             before = float(loss())
-            # Schedulers change a tensor learning rate in place.
-            optimizer = build(cls, params, **{"lr": 1e-2, **copy.deepcopy(kwargs)})
+            optimizer = build(cls, params, **{"lr": 1e-2, **kwargs})
             schedulers = [constructor(optimizer) for constructor in several]
             for _ in range(30):
                 value = optimizer.step(loss)  # type: ignore[arg-type]
@@ -152,7 +149,8 @@ def the_loss_falls_with_schedulers(cls: type[Muon], kwargs: dict[str, Any]) -> N
             assert float(loss()) < before
 
 
-def a_loaded_state_goes_on_alike(cls: type[Muon], kwargs: dict[str, Any]) -> None:
+@EVERY_INPUT
+def test_a_loaded_state_goes_on_alike(cls: type[Muon], kwargs: dict[str, Any]) -> None:
     params, loss = problem()
     optimizer = build(cls, params, **kwargs)
     train(optimizer, loss)
@@ -172,7 +170,8 @@ def a_loaded_state_goes_on_alike(cls: type[Muon], kwargs: dict[str, Any]) -> Non
     assert repr(fresh.state_dict()["param_groups"]) == repr(saved["param_groups"])
 
 
-def zero_gradients_change_nothing(cls: type[Muon], kwargs: dict[str, Any]) -> None:
+@EVERY_INPUT
+def test_zero_gradients_change_nothing(cls: type[Muon], kwargs: dict[str, Any]) -> None:
     params, _ = problem()
     optimizer = build(cls, params, **{**kwargs, "weight_decay": 0.0})
     before = [param.detach().clone() for param in params]
@@ -183,7 +182,8 @@ def zero_gradients_change_nothing(cls: type[Muon], kwargs: dict[str, Any]) -> No
     assert same(params, before)
 
 
-def parameters_without_elements(cls: type[Muon], kwargs: dict[str, Any]) -> None:
+@EVERY_INPUT
+def test_parameters_without_elements(cls: type[Muon], kwargs: dict[str, Any]) -> None:
     params, loss = problem()
     empty = nn.Parameter(torch.randn(5, 0))
     optimizer = build(cls, [*params, empty], **kwargs)
@@ -196,7 +196,7 @@ def parameters_without_elements(cls: type[Muon], kwargs: dict[str, Any]) -> None
 # ---------------------------------------------------------------- cases of their own
 
 
-def hooks_of_steps_run(cls: type[Muon]) -> None:
+def test_hooks_of_steps_run(cls: type[Muon]) -> None:
     params, loss = problem()
     optimizer, calls = build(cls, params), []
     handles = [
@@ -210,7 +210,7 @@ def hooks_of_steps_run(cls: type[Muon]) -> None:
     assert calls == ["before", "after"] * 2
 
 
-def hooks_of_state_dicts_run(cls: type[Muon]) -> None:
+def test_hooks_of_state_dicts_run(cls: type[Muon]) -> None:
     optimizer = build(cls, problem()[0])
     calls: list[str] = []
 
@@ -226,7 +226,7 @@ def hooks_of_state_dicts_run(cls: type[Muon]) -> None:
     assert calls == ["zeroth", "first"]
 
 
-def hooks_of_loads_run(cls: type[Muon]) -> None:
+def test_hooks_of_loads_run(cls: type[Muon]) -> None:
     optimizer = build(cls, problem()[0], lr=0.5)
     saved = optimizer.state_dict()
 
@@ -242,7 +242,7 @@ def hooks_of_loads_run(cls: type[Muon]) -> None:
     assert calls == ["after"]
 
 
-def the_profiler_sees_step_and_zero_grad(cls: type[Muon]) -> None:
+def test_the_profiler_sees_step_and_zero_grad(cls: type[Muon]) -> None:
     params, loss = problem()
     optimizer = build(cls, params)
     train(optimizer, loss, 1)
@@ -254,99 +254,29 @@ def the_profiler_sees_step_and_zero_grad(cls: type[Muon]) -> None:
     assert f"Optimizer.zero_grad#{cls.__name__}.zero_grad" in names
 
 
-PER_INPUT = (
-    the_loss_falls,
-    the_loss_falls_with_strides,
-    the_loss_falls_with_schedulers,
-    a_loaded_state_goes_on_alike,
-    zero_gradients_change_nothing,
-    parameters_without_elements,
-)
-PER_CLASS = (
-    hooks_of_steps_run,
-    hooks_of_state_dicts_run,
-    hooks_of_loads_run,
-    the_profiler_sees_step_and_zero_grad,
-)
+MISTAKES = {
+    mistake.optimizer_error_input.desc: mistake.optimizer_error_input
+    for name in ("AdamW", "Muon")
+    for mistake in INFO[name].optim_error_inputs_func(CPU, torch.float32)
+}
+"""Of both entries; those of options that are not offered are skipped."""
 
 
-def refuse(cls: type[Muon], mistake: Any) -> None:
+@pytest.mark.parametrize("entry", MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_refused(cls: type[Muon], entry: Any) -> None:
     """A mistake of PyTorch's database is an error at construction, in words of our own."""
-    entry = mistake.optimizer_error_input
     if entry.desc == "only support 2D parameters":
-        raise Skipped("params: a tensor of three dims is a stack of matrices")
+        pytest.skip("params: a tensor of three dims is a stack of matrices")
     if entry.desc == "betas must be either both floats or both Tensors":
-        raise Skipped("betas: a float and a tensor may stand together")
-    text = ""
-    try:
+        pytest.skip("betas: a float and a tensor may stand together")
+
+    def make() -> Muon:
         if entry.params is None or "adjust_lr_fn" in entry.kwargs:
-            build(cls, problem()[0], **entry.kwargs)
-        elif isinstance(entry.params, list) and all(isinstance(p, Tensor) for p in entry.params):
+            return build(cls, problem()[0], **entry.kwargs)
+        if isinstance(entry.params, list) and all(isinstance(p, Tensor) for p in entry.params):
             named = [(f"p{index}", param) for index, param in enumerate(entry.params)]
-            cls([{"params": named, "algorithm": "adamw"}])
-        else:
-            cls(entry.params)
-    except ValueError as error:
-        text = str(error)
-    assert ": found " in text
+            return cls([{"params": named, "algorithm": "adamw"}])
+        return cls(entry.params)
 
-
-def mistakes() -> Iterator[Any]:
-    """Mistakes of Muon's and AdamW's entries, without those of options that are not offered."""
-    texts = set()
-    for name in ("Muon", "AdamW"):
-        for mistake in INFO[name].optim_error_inputs_func(CPU, torch.float32):
-            if (text := mistake.optimizer_error_input.desc) not in texts:
-                texts.add(text)
-                yield mistake
-
-
-def cases() -> Iterator[tuple[str, str, Callable[[], None]]]:
-    """Class, title and function of each case."""
-    for name, cls in CLASSES.items():
-        for case in PER_INPUT:
-            for origin, entry in INPUTS:
-                title = f"{case.__name__}: {origin}, {entry.desc}"
-                yield name, title, lambda c=case, k=cls, e=entry: c(k, copy.deepcopy(e.kwargs))  # type: ignore[misc]
-        for single in PER_CLASS:
-            yield name, single.__name__, lambda c=single, k=cls: c(k)  # type: ignore[misc]
-        for mistake in mistakes():
-            title = f"refuse: {mistake.optimizer_error_input.desc}"
-            yield name, title, lambda k=cls, m=mistake: refuse(k, m)  # type: ignore[misc]
-
-
-def run() -> list[tuple[str, str, str, str]]:
-    """Class, title, result and reason of each case."""
-    records = []
-    for name, title, case in cases():
-        result, reason = "passed", ""
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # a first step without gradients warns
-                case()
-        except Skipped as skipped:
-            result, reason = "skipped", str(skipped)
-        except Exception as error:
-            result, reason = "failed", f"{type(error).__name__}: {error}"
-        records.append((name, title, result, reason))
-    return records
-
-
-def main() -> None:
-    records = run()
-    if "--json" in sys.argv:
-        print(json.dumps(records))
-        return
-    for name in CLASSES:
-        results = [result for own, _, result, _ in records if own == name]
-        counts = {word: results.count(word) for word in ("passed", "skipped", "failed")}
-        print(name, len(results), counts)
-    for reason in sorted({reason for *_, result, reason in records if result == "skipped"}):
-        print("skipped", sum(reason == own for *_, own in records), reason)
-    for record in records:
-        if record[2] == "failed":
-            print(*record)
-
-
-if __name__ == "__main__":
-    main()
+    with pytest.raises(ValueError, match=": found "):
+        make()
