@@ -130,13 +130,10 @@ def train(config: Any) -> str:
         elif config.comm.mode != "local_tensor":  # whose models are never initialized
             trainer = Trainer(config)
             trainer.train()
-            if trainer.stop_signal.has_stopped:
+            signal = trainer.stop_signal
+            if signal.has_stopped:
                 outcome = "stopped" if trainer.checkpointer.saves else "unsaved"
-            if (
-                not trainer.stop_signal.has_trained
-                and outcome == "done"
-                and os.environ["RANK"] == "0"
-            ):
+            if not signal.has_trained and outcome == "done" and os.environ["RANK"] == "0":
                 progress.info(
                     "the run in %s is complete (its checkpoint is of step %d of %d): nothing was "
                     "trained; a larger training.steps goes on",

@@ -52,6 +52,7 @@ def processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         config_dict=config.to_dict(),
     )
     made.folder = tmp_path
+    made.optimizers = SimpleNamespace(register_step_post_hook=lambda hook: None)
     made.num_flops_per_token, made.data_loading_times = 1, [0.0]
     made.now = made.time_last_log = 100.0
     monkeypatch.setattr("time.perf_counter", lambda: made.now)
@@ -222,7 +223,7 @@ def test_a_resumed_run_shows_its_plan_and_a_new_plan_is_written_with_the_next_lo
     processor: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     plan = SimpleNamespace(to_json=lambda: "{}")
-    processor._optimizers = SimpleNamespace(optimizer=SimpleNamespace(plan=plan))
+    processor.optimizers.optimizer = SimpleNamespace(plan=plan)
     with caplog.at_level(logging.INFO, logger="torchtitan_ext.progress"):
         processor.should_log(11)
         processor.should_log(12)

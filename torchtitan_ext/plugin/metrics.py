@@ -71,7 +71,6 @@ class MetricsProcessor(titan.MetricsProcessor):
             processor: MetricsProcessor = owner(config, **options)
             return processor
 
-    _optimizers: Any = None
     files: RunFiles | None = None
     """Only of the rank that logs."""
 
@@ -97,33 +96,22 @@ class MetricsProcessor(titan.MetricsProcessor):
         self._num_steps = int(training.steps)
         num_sequences = sequences_per_step(training, options["parallel_dims"])
         self.tokens_per_step = num_sequences * int(training.seq_len)
-        self._first_step: int | None = None
         self._step = self._logged_step = 0
         self._step_ended = self.time_last_log
         self._tokens_at_end = 0
         self._observe_seconds = 0.0
         self._plan: Any = None
 
-    @property
-    def optimizers(self) -> Any:
-        """The container; torchtitan hands it over before the first step."""
-        return self._optimizers
-
-    @optimizers.setter
-    def optimizers(self, container: Any) -> None:
-        self._optimizers = container
-        if container is not None:
-            optimizers.check_lock(container, self._num_steps)
-            container.register_step_post_hook(self._end_step)
-
     def should_log(self, step: int) -> bool:
         """Whether torchtitan logs this step, which asks before it: callbacks run here.
 
         The first call learns where the run starts.
         """
-        self._step = step
-        if self._first_step is None:
-            self._first_step, self._logged_step = step, step - 1
+        is_first, self._step = not self._step, step
+        if is_first:
+            optimizers.check_lock(self.optimizers, self._num_steps)
+            self.optimizers.register_step_post_hook(self._end_step)
+            self._logged_step = step - 1
             self._plan = getattr(self._optimizer, "plan", None)
             if self.files is not None:
                 self.files.start(step, self._config_dict)
