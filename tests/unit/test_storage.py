@@ -212,6 +212,18 @@ def test_a_file_that_is_missing_or_another_checkpoints_is_found(tmp_path: Path) 
     assert find_damage(folder).startswith(f"{CHECKSUMS} is damaged: ")
 
 
+def test_without_checksums_what_can_be_read_is_loaded(tmp_path: Path) -> None:
+    folder = save(tmp_path / "unchecked", state(1.0), sums=True)
+    (folder / CHECKSUMS).unlink()
+    data, weight = (folder / SHARD).read_bytes(), state(1.0)["model"]["w"].view(torch.uint8)
+    (folder / SHARD).write_bytes(data.replace(weight.numpy().tobytes(), bytes(weight.numel())))
+    assert find_damage(folder) == ""
+    assert not plain_recipe(folder)["model"]["w"].any()
+    (folder / SHARD).write_bytes(cut(data))
+    with pytest.raises(CheckpointException, match="EOFError"):
+        plain_recipe(folder)
+
+
 def test_a_checkpoint_is_written_over(tmp_path: Path) -> None:
     folder = save(tmp_path / "twice", state(1.0), sums=True)
     first = (folder / CHECKSUMS).read_text()
