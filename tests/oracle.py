@@ -11,7 +11,7 @@ import itertools
 import math
 import random
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
 import torch
@@ -25,6 +25,44 @@ from amo_dist.schedule.types import Schedule
 
 SAFETY = 1.01
 ORDER = ("attn_q", "attn_k", "attn_v", "attn_o", "mlp_gate", "mlp_up", "mlp_down")
+
+
+def plain_greedy(
+    curves: Sequence[Mapping[int, float]], budget: int, base_steps: int
+) -> tuple[int, ...]:
+    """The passes as the AMO paper has them: the best of all pairs, the first of equal ones.
+
+    Args:
+        curves: The error of each operator type by number of steps.
+        budget: Steps of all types together.
+        base_steps: Where each type begins.
+    """
+    low, high = min(curves[0]), max(curves[0])
+    steps = [min(max(base_steps, low), high)] * len(curves)
+
+    def gain(i: int) -> float:
+        return curves[i][steps[i]] - curves[i][steps[i] + 1]
+
+    def loss(j: int) -> float:
+        return curves[j][steps[j] - 1] - curves[j][steps[j]]
+
+    def takers() -> list[int]:
+        return [i for i in range(len(curves)) if steps[i] < high]
+
+    def givers() -> list[int]:
+        return [j for j in range(len(curves)) if steps[j] > low]
+
+    while sum(steps) < budget:
+        steps[max(takers(), key=gain)] += 1
+    while sum(steps) > budget:
+        steps[min(givers(), key=loss)] -= 1
+    while True:
+        pairs = [(gain(i) - loss(j), i, j) for i in takers() for j in givers() if i != j]
+        best = max(pairs, key=lambda pair: pair[0], default=(0.0, 0, 0))
+        if not best[0] > 1e-12:
+            return tuple(steps)
+        steps[best[1]] += 1
+        steps[best[2]] -= 1
 
 
 class Oracle:
@@ -193,7 +231,15 @@ class Oracle:
             self.allocation, self.targets = self._brute_force_measured(config)
         else:
             budget = Fraction(str(config.budget_ratio)) * len(self.order) * config.base_steps
-            self.allocation = self._greedy(math.floor(budget + Fraction(1, 2)))
+            curves = [
+                {
+                    k: 1 - simulate(SAFETY * self.targets[kind], k)
+                    for k in range(config.min_steps, config.max_steps + 1)
+                }
+                for kind in self.order
+            ]
+            steps = plain_greedy(curves, math.floor(budget + Fraction(1, 2)), config.base_steps)
+            self.allocation = dict(zip(self.order, steps, strict=True))
         self.planned_at, self.planned = self.step_number, dict(self.allocation)
 
     def _weight(self, name: str) -> float:
@@ -257,40 +303,6 @@ class Oracle:
     def _flops(self, name: str) -> int:
         short, long = sorted(self.params[name].shape)
         return 2 * short * short * (2 * long + short)
-
-    def _greedy(self, budget: int) -> dict[str, int]:
-        """The paper's passes: add, remove, transfer; ties to the earlier type."""
-        config = self.config
-        assert isinstance(config, AMOConfig)
-        low, high = config.min_steps, config.max_steps
-        errors = {
-            kind: {k: 1 - simulate(SAFETY * self.targets[kind], k) for k in range(low, high + 1)}
-            for kind in self.order
-        }
-        steps = dict.fromkeys(self.order, min(max(config.base_steps, low), high))
-
-        def change(kind: str, by: int) -> float:
-            """How much less is left with so many steps more."""
-            return errors[kind][steps[kind]] - errors[kind][steps[kind] + by]
-
-        def takers() -> list[str]:
-            return [kind for kind in self.order if steps[kind] < high]
-
-        def givers() -> list[str]:
-            return [kind for kind in self.order if steps[kind] > low]
-
-        while sum(steps.values()) < budget:
-            steps[max(takers(), key=lambda kind: change(kind, 1))] += 1
-        while sum(steps.values()) > budget:
-            steps[max(givers(), key=lambda kind: change(kind, -1))] -= 1
-        while True:
-            pairs = [(change(i, 1) + change(j, -1), i, j) for i in takers() for j in givers()]
-            pairs = [pair for pair in pairs if pair[1] != pair[2]]
-            gain, taker, giver = max(pairs, key=lambda pair: pair[0], default=(0.0, "", ""))
-            if not gain > 1e-12:
-                return steps
-            steps[taker] += 1
-            steps[giver] -= 1
 
     def _schedules(self) -> dict[str, tuple[tuple[float, float, float], ...]]:
         config = self.config

@@ -18,6 +18,7 @@ from amo_dist.schedule.allocate import (
     round_half_up,
     step_budget,
 )
+from tests.oracle import plain_greedy
 
 Curves = list[dict[int, float]]
 
@@ -56,36 +57,6 @@ def test_the_least_error_is_that_of_all_allocations(found: Curves, data: Any) ->
 
     within = [choice for choice in choices if flops(choice, costs) <= budget]
     assert least_error(found, budget, costs) == min(within, key=lambda one: (cost(one), one))
-
-
-def plain_greedy(found: Curves, budget: int, base_steps: int) -> tuple[int, ...]:
-    """The passes as the AMO paper has them: the best of all pairs, the first of equal ones."""
-    low, high = min(found[0]), max(found[0])
-    steps = [min(max(base_steps, low), high)] * len(found)
-
-    def gain(i: int) -> float:
-        return found[i][steps[i]] - found[i][steps[i] + 1]
-
-    def loss(j: int) -> float:
-        return found[j][steps[j] - 1] - found[j][steps[j]]
-
-    def takers() -> list[int]:
-        return [i for i in range(len(found)) if steps[i] < high]
-
-    def givers() -> list[int]:
-        return [j for j in range(len(found)) if steps[j] > low]
-
-    while sum(steps) < budget:
-        steps[max(takers(), key=gain)] += 1
-    while sum(steps) > budget:
-        steps[min(givers(), key=loss)] -= 1
-    while True:
-        pairs = [(gain(i) - loss(j), i, j) for i in takers() for j in givers() if i != j]
-        best = max(pairs, key=lambda pair: pair[0], default=(0.0, 0, 0))
-        if not best[0] > 1e-12:
-            return tuple(steps)
-        steps[best[1]] += 1
-        steps[best[2]] -= 1
 
 
 @settings(deadline=None, max_examples=100)
