@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 from functools import partial
 from typing import Any, ClassVar
@@ -287,22 +288,6 @@ def test_what_changes_no_result_may_change(saved: dict[str, Any], fields: dict[s
     assert {name: getattr(optimizer.config, name) for name in fields} == fields
 
 
-def test_keep_checkpoint_goes_on_as_if_nothing_had_changed(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    model, optimizer = runs.make()
-    runs.train(model, optimizer, 1, 5)
-    resumed, other = runs.make(**NEW, momentum=0.8, on_config_change="keep_checkpoint")
-    other.load_state_dict(optimizer.state_dict())
-    resumed.load_state_dict(model.state_dict())
-    assert caplog.records
-    assert (other.config.observe_until, other.config.momentum) == (4, 0.95)
-    runs.train(model, optimizer, 6, STEPS)
-    runs.train(resumed, other, 6, STEPS)
-    assert all(map(torch.equal, runs.everything(resumed, other), runs.everything(model, optimizer)))
-    assert other.control_state_dict()["source"] == optimizer.control_state_dict()["source"]
-
-
 @pytest.mark.parametrize("saved_at", [0, 2, 4, 5, 7, 9])
 def test_replan_observes_once_more_and_plans_with_the_new_settings(saved_at: int) -> None:
     model, optimizer = runs.make()
@@ -323,17 +308,25 @@ def test_replan_observes_once_more_and_plans_with_the_new_settings(saved_at: int
     assert seen == [*old, *range((saved_at // 3 + 1) * 3, plan_at + 1, 3)]
 
 
-@pytest.mark.parametrize("rule", ["keep_checkpoint", "replan"])
-@pytest.mark.parametrize("kind", [Muon, NorMuon, ROOT])
-def test_every_optimizer_goes_on_with_other_settings(kind: type[Muon], rule: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "rule"),
+    [
+        (AMO, "keep_checkpoint"),
+        *itertools.product((Muon, NorMuon, ROOT), ("keep_checkpoint", "replan")),
+    ],
+)
+def test_every_optimizer_goes_on_with_other_settings(
+    kind: type[Muon], rule: str, caplog: pytest.LogCaptureFixture
+) -> None:
     model, optimizer = runs.make(kind=kind)
     runs.train(model, optimizer, 1, 3)
     state = copy.deepcopy(optimizer.state_dict())
-    other = {"momentum": 0.8, "ns_guard_every": 7}
+    other = {"momentum": 0.8, "ns_guard_every": 7, **(NEW if kind is AMO else {})}
     with pytest.raises(ValueError, match="momentum"):
         runs.make(kind=kind, **other)[1].load_state_dict(state)
     resumed, running = runs.make(kind=kind, **other, on_config_change=rule)
     running.load_state_dict(state)
+    assert caplog.records
     resumed.load_state_dict(model.state_dict())
     # The twin never stopped: it has the settings that stay in force, and loads without a change.
     free = {"ns_guard_every": 7, "on_config_change": rule}
@@ -342,9 +335,10 @@ def test_every_optimizer_goes_on_with_other_settings(kind: type[Muon], rule: str
     assert running.config == expected.config
     expected.load_state_dict(edited(state, "config", expected.config.to_dict()))
     twin.load_state_dict(model.state_dict())
-    runs.train(resumed, running, 4, 6)
-    runs.train(twin, expected, 4, 6)
+    runs.train(resumed, running, 4, STEPS)
+    runs.train(twin, expected, 4, STEPS)
     assert all(map(torch.equal, runs.everything(resumed, running), runs.everything(twin, expected)))
+    assert running.control_state_dict()["source"] == expected.control_state_dict()["source"]
 
 
 def test_replan_takes_other_coefficients() -> None:

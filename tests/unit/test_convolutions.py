@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.distributed.tensor import Shard
 
 from amo_dist import Muon, MuonConfig, param_groups
-from amo_dist.distributed.layout import make_matrix, mesh_layout
 from tests.distributed.models import build, gradient, initial
 
 
@@ -25,16 +23,3 @@ def test_a_convolution_of_bfloat16_is_rounded_as_the_matrix_that_it_is(how: str)
             optimizer.step()
         params.append(next(model.parameters()).detach().flatten(1))
     assert torch.equal(*params)
-
-
-def test_memory_in_another_order_is_an_error() -> None:
-    model = build({"layers.0.conv.weight": initial("", (8, 4, 3, 2))})
-    groups = param_groups(model.to(memory_format=torch.channels_last), flatten_conv=True)
-    with pytest.raises(ValueError, match=r"layers.0.conv.weight: .* memory has another order"):
-        Muon(groups)
-
-
-def test_shards_along_the_last_dims_are_an_error() -> None:
-    layout = mesh_layout((8, 4, 3, 2), torch.arange(3), [Shard(2)])
-    with pytest.raises(ValueError, match="expected no shards but along the first two"):
-        make_matrix("conv", layout, 0)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Partial, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from amo_dist.distributed.layout import mesh_layout
+from amo_dist.distributed.layout import make_matrix, mesh_layout
 from tests.layouts import KINDS, Model, build, cut_view, local_tensor, meshes, models
 
 few = settings(max_examples=40, deadline=None)
@@ -110,6 +110,10 @@ def test_a_negative_dim_is_counted_from_the_end() -> None:
     [
         (lambda: mesh_layout((4, 4), torch.arange(2), [Partial()]), r"placements: found P.*sum"),
         (lambda: mesh_layout((4, 4), torch.arange(4).view(2, 2), [Shard(0)]), "placements: found"),
+        (
+            lambda: make_matrix("c", mesh_layout((8, 4, 3, 2), torch.arange(3), [Shard(2)]), 0),
+            "expected no shards but along the first two",
+        ),
     ],
 )
 def test_mistakes_are_named(lay_out: Callable[[], object], message: str) -> None:

@@ -22,6 +22,7 @@ from amo_dist import (
     Muon,
     MuonConfig,
     NorMuon,
+    make_optimizer,
     param_groups,
 )
 from amo_dist.engine import step as one_step
@@ -52,6 +53,11 @@ def lone(**changes: Any) -> dict[str, Any]:
     return {**group, **changes}
 
 
+def channels_last() -> nn.Module:
+    model = models.plain_model({"layers.0.conv.weight": (8, 4, 3, 2)})
+    return model.to(memory_format=torch.channels_last)
+
+
 PARAM = nn.Parameter(torch.ones(12, 8))
 CONFIG: Any = {"observe_until": 8}
 BAD: dict[str, Any] = {
@@ -76,6 +82,24 @@ SCALES = "adjust_lr: found 'original' with .*Rule, which scales"
         *(
             (lambda kind=kind: kind(groups(), config=MuonConfig(adjust_lr="original")), SCALES)
             for kind in (AdaMuon, NorMuon)
+        ),
+        (partial(MuonConfig, momentun=0.9), "MuonConfig.*'momentun'.*'momentum'"),
+        (partial(AMOConfig, momentun=0.9), "AMOConfig.*'momentun'.*'momentum'"),
+        (partial(AMOConfig, observe_untill=8), "observe_until"),
+        (lambda: make_optimizer(None, groups()), "name: found None, expected one of"),
+        (lambda: make_optimizer("Muon-XY", groups()), "name: found 'Muon-XY', .* 'AdamW', 'Muon'"),
+        (lambda: make_optimizer("AMO", groups(), config=MuonConfig()), "config: .*AMOConfig"),
+        (
+            lambda: make_optimizer("Muon-PE", groups(), config=AMOConfig()),
+            "config: found AMOConfig for Muon-PE, expected",
+        ),
+        (
+            lambda: make_optimizer("AdamW", groups(), config=MuonConfig()),
+            "config: found MuonConfig for AdamW, expected",
+        ),
+        (
+            lambda: make_optimizer("AdamW", [lone(lr_multiplier=-1.0)]),
+            r"groups\[0\]\.lr_multiplier: found -1.0",
         ),
         (lambda: Muon(groups(), ns_steps=5), "ns_steps.*schedule"),
         (lambda: AMO(groups(), schedule="kj"), "schedule"),
@@ -106,6 +130,10 @@ SCALES = "adjust_lr: found 'original' with .*Rule, which scales"
         (
             lambda: Muon(param_groups(models.plain_model(runs.SHAPES).half())),
             "eps: found 1e-08, .* float16, the dtype of tok",
+        ),
+        (
+            lambda: Muon(param_groups(channels_last(), flatten_conv=True)),
+            "layers.0.conv.weight: .* memory has another order",
         ),
     ],
 )
