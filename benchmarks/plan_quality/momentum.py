@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -43,6 +44,8 @@ class Form:
         weight: Weight of the momentum beside the fresh gradient; AdamW's second beta.
         ns_steps: Newton-Schulz steps of every type, of Muon.
         first_decay: Decay and weight rise linearly from here over the first 100 steps, or None.
+        period: Matrices are orthogonalized in one of so many steps; in the others their update is
+            the sign of each entry, of the same size.
     """
 
     kind: str = "muon"
@@ -50,6 +53,7 @@ class Form:
     weight: float = 0.95
     ns_steps: int = 5
     first_decay: float | None = None
+    period: int = 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -132,6 +136,8 @@ def jobs(records: Records) -> Iterator[Run]:
         Run(form, best_rate(records, Run(form, RATES[0], first)), first, rate_decay="linear")
         for form in chosen
     )
+    for period, rate in product((2, 5), (0.004, 0.002)):
+        yield Run(Form(period=period), rate, first, steps=2000)
     yield from (Run(form, RATES[3], first) for form in FORMS)
     for architecture in (second, third):
         yield from (Run(form, rate, architecture) for rate in RATES for form in FORMS)
@@ -151,6 +157,18 @@ def build(model: Decoder, run: Run) -> torch.optim.Optimizer:
     return Muon(param_groups(model), schedule=schedule, config=muon, **options)  # type: ignore[arg-type]
 
 
+@torch.no_grad()
+def take_signs(optimizer: torch.optim.Optimizer, form: Form) -> None:
+    """Update matrices by the signs of what a step would orthogonalize; the step leaves them."""
+    for group in optimizer.param_groups:
+        for param in group["params"] if group["algorithm"] == "muon" else ():
+            momentum = optimizer.state[param]["momentum_buffer"]
+            momentum.mul_(form.decay).add_(param.grad)
+            signs = (param.grad + form.weight * momentum).sign()
+            param.mul_(1 - group["lr"] * group["weight_decay"]).sub_(signs, alpha=0.2 * group["lr"])
+            param.grad = None
+
+
 def validation_loss(run: Run, corpus: data.Corpus) -> float:
     """Train one run; the loss at its end."""
     torch.set_num_threads(1)
@@ -158,6 +176,13 @@ def validation_loss(run: Run, corpus: data.Corpus) -> float:
     settings = Settings(batch=run.batch, rate_decay=run.rate_decay)
     model = Decoder(ARCHITECTURES[run.architecture])
     optimizer = build(model, run)
+    steps = itertools.count()
+
+    def skip_orthogonalization(*_: object) -> None:
+        if next(steps) % run.form.period:
+            take_signs(optimizer, run.form)
+
+    optimizer.register_step_pre_hook(skip_orthogonalization)
     stream = data.batches(corpus.train, run.batch, settings.sequence, run.seed)
     for step, batch in enumerate(islice(stream, run.steps), start=1):
         for group in optimizer.param_groups:
@@ -213,6 +238,7 @@ def name_of(form: Form) -> str:
         return f"AdamW, betas {form.decay:g} and {form.weight:g}"
     text = f"decay {form.decay:g}, weight {form.weight:g}"
     text += f", momentum from {form.first_decay:g}" if form.first_decay is not None else ""
+    text += f", one step in {form.period}" if form.period > 1 else ""
     return text + (
         ", AMO" if form.kind == "amo" else f", {form.ns_steps} steps" * (form.ns_steps != 5)
     )
