@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from amo_dist import Muon, MuonConfig, NorMuon, param_groups
-from tests.distributed.models import gradient
+from tests.distributed.models import build, gradient, initial
 from tests.operators import views_of
 
 
@@ -101,6 +101,22 @@ def test_a_convolution_is_one_matrix(kind: type[Muon], module: nn.Module, rows: 
     twin = Conv1D(columns, rows) if is_transposed else nn.Linear(columns, rows, bias=False)
     expected = trained(within("blocks.0.conv", twin), kind, patterns={r".*": "conv"})
     assert torch.equal(trained(model, kind, flatten_conv=True).flatten(1), expected)
+
+
+@pytest.mark.parametrize("how", ["nearest", "master"])
+def test_a_convolution_of_bfloat16_is_rounded_as_the_matrix_that_it_is(how: str) -> None:
+    shape, params = (8, 4, 3, 2), []
+    for flat in (False, True):
+        tensor = initial("layers.0.conv.weight", shape).bfloat16()
+        model = build({"layers.0.conv.weight": tensor.flatten(1) if flat else tensor})
+        groups = param_groups(model, patterns={r".*": "conv"}, flatten_conv=True)
+        optimizer = Muon(groups, lr=1e-2, config=MuonConfig(bfloat16_params=how))
+        for step in range(4):
+            for param in model.parameters():
+                param.grad = gradient(0, step, "", (8, 24)).view(param.shape).bfloat16()
+            optimizer.step()
+        params.append(next(model.parameters()).detach().flatten(1))
+    assert torch.equal(*params)
 
 
 @pytest.mark.parametrize("conv", [nn.Conv1d, nn.Conv3d])
