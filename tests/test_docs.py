@@ -155,11 +155,6 @@ def broken_links(document: str) -> list[str]:
     return broken
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_links_lead_somewhere(document: str) -> None:
-    assert broken_links(document) == []
-
-
 def paths(text: str) -> set[str]:
     """What a document's sentences and commands name as a file or folder of the project."""
     quoted = re.findall(r"`([^`\s]+)`", prose(text))
@@ -173,14 +168,6 @@ def paths(text: str) -> set[str]:
         rf"\.venv/|outputs/|assets/|data/|sample/|mixer\.toml|\.\./|NET/|{hub}|{metrics}"
     )
     return {word for word in named if is_path.fullmatch(word) and not made.match(word)}
-
-
-@pytest.mark.parametrize("document", sorted({*DOCUMENTS} - {"CHANGELOG.md"}))  # it names the past
-def test_named_files_exist(document: str) -> None:
-    page = ROOT / document
-    named = sorted(paths(page.read_text()))
-    places = (ROOT, page.parent)
-    assert [path for path in named if not any((at / path).exists() for at in places)] == []
 
 
 # ---------------------------------------------------------------- commands
@@ -238,25 +225,23 @@ def amo_mistake(arguments: list[str]) -> str | None:
     return f"unknown: {rest}" if rest and not hasattr(args, "overrides") else None
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_printed_commands_exist(document: str) -> None:
-    commands = printed_commands((ROOT / document).read_text())
-    found = {shlex.join(words): mistake(words) for words in commands}
-    assert {command: what for command, what in found.items() if what} == {}
-
-
-# ---------------------------------------------------------------- tests that pages name
+# ---------------------------------------------------------------- pages
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_named_tests_exist(document: str) -> None:
-    named = re.findall(r"`(tests/[^`\s]*)::(\w+)", (ROOT / document).read_text())
-    missing = [
-        f"{path}::{function}"
-        for path, function in named
-        if not (ROOT / path).exists() or f"def {function}(" not in (ROOT / path).read_text()
-    ]
-    assert missing == []
+def test_what_a_page_names_is_there(document: str) -> None:
+    """Links, files, commands and tests."""
+    assert broken_links(document) == []
+    page = ROOT / document
+    text = page.read_text()
+    if document != "CHANGELOG.md":  # it names the past
+        places = (ROOT, page.parent)
+        named = sorted(paths(text))
+        assert [path for path in named if not any((at / path).exists() for at in places)] == []
+    mistakes = {shlex.join(words): mistake(words) for words in printed_commands(text)}
+    assert {command: what for command, what in mistakes.items() if what} == {}
+    for path, function in re.findall(r"`(tests/[^`\s]*)::(\w+)", text):
+        assert f"def {function}(" in (ROOT / path).read_text(), path
 
 
 def test_the_reference_has_every_public_name() -> None:
