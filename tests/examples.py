@@ -35,6 +35,13 @@ def code_blocks(text: str, language: str) -> list[str]:
     return [textwrap.dedent(block) for _, block in found]
 
 
+def fill(text: str, name: str, filling: str) -> str:
+    """A page with other text between its two comments of a name."""
+    begin, end = f"<!-- begin {name} -->\n", f"\n<!-- end {name} -->"
+    assert text.count(begin) == text.count(end) == 1, f"expected one place of {name}"
+    return text.split(begin)[0] + begin + filling + end + text.split(end)[1]
+
+
 def blocks(documents: Iterable[str]) -> list[str]:
     """The Python blocks of documents, by their paths."""
     texts = [(ROOT / document).read_text() for document in documents]

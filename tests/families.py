@@ -23,7 +23,6 @@ import re
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TypeAlias
 
 import torch
@@ -32,8 +31,8 @@ from torch import nn
 from amo_dist.operators.modules import sites_by_name
 from amo_dist.operators.patterns import OUTSIDE, UNKNOWN, Classified, find_views, suggest_patterns
 from amo_dist.operators.views import Heads, MatrixView, Site, in_heads
+from tests.examples import ROOT, fill
 
-ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "tests/golden/families.json"
 PAGE = ROOT / "docs/families.md"
 # One name a word.
@@ -288,12 +287,6 @@ def share(names: Iterable[str], shapes: Mapping[str, Shape]) -> str:
     return f"{part / total:.1%}"
 
 
-def fill(text: str, filling: str) -> str:
-    """A page with the table in its place."""
-    begin, end = "<!-- begin families -->\n", "\n<!-- end families -->"
-    return text.split(begin)[0] + begin + filling + end + text.split(end)[1]
-
-
 def main(families: list[str]) -> None:
     """Rewrites the record and the page."""
     record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
@@ -310,7 +303,7 @@ def main(families: list[str]) -> None:
                 {name: (shape, kind, what[name]) for name, (shape, kind, _) in parameters.items()}
             )
     RECORD.write_text(json.dumps(record, indent=1) + "\n")
-    PAGE.write_text(fill(PAGE.read_text(), table(record)))
+    PAGE.write_text(fill(PAGE.read_text(), "families", table(record)))
 
 
 if __name__ == "__main__":

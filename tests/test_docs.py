@@ -17,7 +17,7 @@ import amo_dist
 from amo_dist import AMO, Muon, param_groups
 from amo_dist.config import ExchangeConfig, GuardConfig, MathConfig, PlanConfig
 from tests.distributed import models
-from tests.examples import DOCUMENTS, ROOT, code_blocks
+from tests.examples import DOCUMENTS, ROOT, code_blocks, fill
 
 with warnings.catch_warnings():
     # torchtitan compiles a module on import, and a part of torch that this needs is deprecated.
@@ -75,31 +75,19 @@ def tables() -> dict[str, str]:
     return {**{config.__name__: table(config) for config in CONFIGS}, "commands": command_table()}
 
 
-def fences(name: str) -> tuple[str, str]:
-    return f"<!-- begin {name} -->\n", f"\n<!-- end {name} -->"
-
-
-def written_table(name: str) -> str:
-    text = (ROOT / TABLES[name]).read_text()
-    begin, end = fences(name)
-    assert text.count(begin) == text.count(end) == 1, f"{TABLES[name]} has no one table of {name}"
-    return text.split(begin)[1].split(end)[0]
-
-
 def rewrite() -> None:
     """Puts the tables of this code into their pages."""
-    for name, expected in tables().items():
+    for name, written in tables().items():
         page = ROOT / TABLES[name]
-        written = written_table(name).join(fences(name))
-        page.write_text(page.read_text().replace(written, expected.join(fences(name))))
+        page.write_text(fill(page.read_text(), name, written))
 
 
 @pytest.mark.parametrize("name", tables())
 def test_written_tables_match_the_code(name: str) -> None:
-    assert (
-        re.search(r"\| *(None)? \|$", tables()[name], re.MULTILINE) is None
-    )  # a row says something
-    assert written_table(name) == tables()[name], (
+    expected, text = tables()[name], (ROOT / TABLES[name]).read_text()
+    # A row says something.
+    assert re.search(r"\| *(None)? \|$", expected, re.MULTILINE) is None
+    assert text == fill(text, name, expected), (
         f"run `python -m tests.test_docs` to rewrite the tables of {TABLES[name]}"
     )
 

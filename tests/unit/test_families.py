@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.families import PAGE, RECORD, Line, expand, fill, table, verdicts
+from tests.examples import fill
+from tests.families import PAGE, RECORD, Line, expand, table, verdicts
 from tests.operators import classify
 
 RECORDED: dict[str, dict[str, dict[str, str]]] = json.loads(RECORD.read_text())
@@ -80,7 +81,7 @@ def test_every_linear_layer_of_a_block_is_a_matrix() -> None:
 
 @pytest.mark.slow
 def test_the_page_shows_the_record() -> None:
-    assert PAGE.read_text() == fill(PAGE.read_text(), table(RECORDED)), (
+    assert PAGE.read_text() == fill(PAGE.read_text(), "families", table(RECORDED)), (
         "run `python -m tests.families` to rewrite the table of docs/families.md"
     )
 
