@@ -10,14 +10,9 @@ from typing import Any
 
 from amo_dist.__main__ import add_commands
 from amo_dist.config import __version__
-from torchtitan_ext.tools import (
-    export,
-    preflight,
-    report,
-    tokenize,
-    train,
-)
+from torchtitan_ext.tools import export, preflight, tokenize, train
 from torchtitan_ext.tools.command import run_command
+from torchtitan_ext.tools.report import command as report
 
 EXTRAS = {
     **dict.fromkeys(("torchtitan", "torchdata", "tyro", "numpy", "tiktoken"), "titan"),

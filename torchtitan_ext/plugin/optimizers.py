@@ -20,7 +20,6 @@ from amo_dist.config import AMOConfig, MuonConfig
 from amo_dist.operators.groups import param_groups
 from amo_dist.operators.patterns import clean_name
 from amo_dist.operators.views import Fused
-from amo_dist.optimizers.amo import AMO
 from amo_dist.optimizers.muon import Muon
 from amo_dist.optimizers.named import MUON_SCHEDULES, OPTIMIZER_NAMES, make_optimizer
 from amo_dist.schedule.coefficients import named_schedule
@@ -188,12 +187,10 @@ def _make(groups: list[dict[str, Any]], config: Any) -> Optimizer:
     }
     if config.name in STOCK:
         return _make_stock(groups, config, options)
-    if config.name == "AMO":
-        return AMO(groups, config=config.amo, **options)
-    muon = MuonConfig(**config.muon.shared())
-    if config.name != "Muon":
-        return make_optimizer(config.name, groups, config=muon, **options)
-    return Muon(groups, schedule=_schedule(config.muon), config=muon, **options)
+    own = config.amo if config.name == "AMO" else MuonConfig(**config.muon.shared())
+    if config.name == "Muon":
+        return Muon(groups, schedule=_schedule(config.muon), config=own, **options)
+    return make_optimizer(config.name, groups, config=own, **options)
 
 
 def _make_stock(groups: list[dict[str, Any]], config: Any, options: Mapping[str, Any]) -> Optimizer:

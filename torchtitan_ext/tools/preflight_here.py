@@ -44,7 +44,8 @@ def missing_on_this_machine(config: Any) -> list[str]:
     if config.validator.enable:
         loaders.append(config.validator.dataloader)
     for loader in loaders:
-        collect(problems, functools.partial(_data, loader, tokenizer))
+        if loader.dataset == "packed" and tokenizer is not None:
+            collect(problems, functools.partial(open_corpora, loader, tokenizer))
     return problems
 
 
@@ -71,13 +72,3 @@ def _tokenizer(config: Any) -> Any:
             f"tokens, expected at least the {num_tokens} of the tokenizer ({section.kind!r})"
         )
     return tokenizer
-
-
-def _data(loader: Any, tokenizer: Any) -> None:
-    """Check that the data of a loader is on this machine.
-
-    Raises:
-        ValueError: For data that is nowhere, or does not fit.
-    """
-    if loader.dataset == "packed" and tokenizer is not None:
-        open_corpora(loader, tokenizer)
