@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -248,10 +249,8 @@ class CheckpointManager(titan.CheckpointManager):
             # PyTorch copies on a stream that waits for no other: it would read parameters and
             # state before the last kernels of the step have written them.
             torch.accelerator.synchronize()
-        try:
+        with self._explaining():
             super()._save(curr_step, last_step)
-        except (CheckpointException, OSError) as error:
-            raise self._explained(error) from error
         self._saved_step = curr_step
         self.on_save(curr_step)
         return True
@@ -276,20 +275,21 @@ class CheckpointManager(titan.CheckpointManager):
         self.maybe_wait_for_saving()
 
     def _wait_for_saving(self) -> None:
-        try:
+        with self._explaining():
             super()._wait_for_saving()
-        except (CheckpointException, OSError) as error:
-            raise self._explained(error) from error
 
-    def _explained(self, error: BaseException) -> CheckpointError:
-        complete = [
-            step for step in complete_steps(Path(self.folder)) if step != self._step_under_way
-        ]
-        newest = f"step {max(complete)} is the newest complete one" if complete else "there is none"
-        return CheckpointError(
-            f"the checkpoint of step {self._step_under_way} could not be written to {self.folder}: "
-            f"{_reason(error)}; {newest}"
-        )
+    @contextlib.contextmanager
+    def _explaining(self) -> Iterator[None]:
+        """Turn the error of a save into one line with the newest complete checkpoint."""
+        try:
+            yield
+        except (CheckpointException, OSError) as error:
+            steps = {*complete_steps(Path(self.folder))} - {self._step_under_way}
+            newest = f"step {max(steps)} is the newest complete one" if steps else "there is none"
+            raise CheckpointError(
+                f"the checkpoint of step {self._step_under_way} could not be written to "
+                f"{self.folder}: {_reason(error)}; {newest}"
+            ) from error
 
     def _purge_stale_checkpoints(self) -> None:
         if not self._should_purge():
