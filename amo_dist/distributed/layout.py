@@ -227,7 +227,7 @@ def mesh_layout(
 
 def replicated_layout(shape: Sequence[int], ranks: Sequence[int]) -> TensorLayout:
     """Layout of a plain tensor that each of ``ranks`` holds whole, as under DDP."""
-    return mesh_layout(shape, torch.tensor(list(ranks), device="cpu"), (Replicate(),))
+    return _mesh_layout(tuple(shape), (len(ranks),), tuple(ranks), (Replicate(),))
 
 
 def layout_of(tensor: torch.Tensor, name: str, ranks: Sequence[int]) -> TensorLayout:

@@ -45,8 +45,7 @@ def assign(
     *,
     indices: Iterable[int] | None = None,
     ownership: str = "round_robin",
-    first_owner: int = 0,
-    returns: bool = True,
+    first_owner: int | None = None,
 ) -> list[Job]:
     """Assign matrices to owner ranks, separately for each set of ranks that shares some.
 
@@ -63,8 +62,8 @@ def assign(
         ownership: ``round_robin``, or ``balanced``: the longest job first to the rank with the
             least work, ties by name, unless round robin's greatest load is as low; loads are those
             of the set.
-        first_owner: Number of the candidate at which round robin begins, counted around.
-        returns: Whether owners send results back.
+        first_owner: Number of the candidate at which round robin begins, counted around, where
+            matrices are only measured. None: it begins at the first, and owners send results back.
 
     Returns:
         A job for each of ``indices``, in their order.
@@ -78,7 +77,7 @@ def assign(
     candidates = [known[id(matrix.regions_by_rank)] for matrix in matrices]
     owners: dict[int, int] = {}
     for own in by_ranks.values():
-        choice = _round_robin(own, candidates, first_owner)
+        choice = _round_robin(own, candidates, first_owner or 0)
         if ownership == "balanced":
             # Matrices with one candidate come first: the others fill up around them.
             order = sorted(own, key=lambda i: (len(candidates[i]) > 1, -costs[i], matrices[i].name))
@@ -91,7 +90,7 @@ def assign(
     for index in sorted(owners):
         matrix, owner = matrices[index], owners[index]
         sources = next(replica for replica in matrix.replicas if owner in replica)
-        jobs.append(Job(index, owner, sources, matrix.ranks if returns else ()))
+        jobs.append(Job(index, owner, sources, matrix.ranks if first_owner is None else ()))
     return jobs
 
 

@@ -78,15 +78,15 @@ def max_over(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return values
 
 
-def gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """JSON values of all ranks of the group, in rank order; equal ones are one object.
+def gather_json(value: Any, group: dist.ProcessGroup | None) -> dict[int, Any]:
+    """JSON values by global rank, in the order of the group; equal ones are one object.
 
     Each distinct text travels once, and none travels if all are alike. A thousand ranks of a few
     kinds (pipeline stages) would otherwise send gigabytes.
     """
     text = json.dumps(value)
     if group is None:
-        return [json.loads(text)]
+        return {this_rank(): json.loads(text)}
     digest = list(hashlib.sha256(text.encode()).digest())
     own = torch.tensor(digest, dtype=torch.uint8, device=control_device(group))
     parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
@@ -96,7 +96,7 @@ def gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     distinct = list(dict.fromkeys(digests))
     for other in distinct if len(distinct) > 1 else ():
         values[other] = json.loads(_broadcast(text, group, digests.index(other)))
-    return [values[other] for other in digests]
+    return dict(zip(members(group), map(values.__getitem__, digests), strict=True))
 
 
 def _broadcast(text: str, group: dist.ProcessGroup, source: int) -> str:
@@ -143,37 +143,25 @@ def check_alike(subject: str, text: str, group: dist.ProcessGroup | None) -> Non
         RuntimeError: A text is a `failure_text`; names its rank and its error.
         ValueError: Likewise, for a ``ValueError``.
     """
-    check_alike_by_ranks(subject, {members(group): text}, group)
+    ranks = members(group)
+    compare(subject, {rank: [(ranks, own)] for rank, own in gather_json(text, group).items()})
 
 
-def check_alike_by_ranks(
-    subject: str, text_by_ranks: Mapping[Ranks, str], group: dist.ProcessGroup | None
-) -> None:
-    """`check_alike` for many sets of ranks at once, as one collective over the world.
+def compare(subject: str, pairs_by_rank: Mapping[int, Sequence[tuple[Sequence[int], str]]]) -> None:
+    """Raise for texts that differ within a set of ranks; see `gather_json`.
 
     Every rank of the world raises for a mismatch, also a rank outside of the set: it would
     otherwise wait for the others in the next collective.
 
     Args:
         subject: Name of the texts, for the error.
-        text_by_ranks: Text of this rank by set of global ranks, for the sets that it belongs to.
-        group: Group of the world.
+        pairs_by_rank: Pairs of a set of global ranks and the text for it, by rank of the world; a
+            rank has a pair for each set that it belongs to.
 
     Raises:
         RankMismatchError: Names the ranks of a set that differ from its first, or that do not
             know of it, and a line that differs.
         RuntimeError: A text is a `failure_text`, see `check_alike`.
-    """
-    gathered = gather_json(list(text_by_ranks.items()), group)
-    compare(subject, dict(zip(members(group), gathered, strict=True)))
-
-
-def compare(subject: str, pairs_by_rank: Mapping[int, Sequence[tuple[Sequence[int], str]]]) -> None:
-    """Raise for texts that differ within a set of ranks, as `check_alike_by_ranks` does.
-
-    Args:
-        subject: Name of the texts, for the error.
-        pairs_by_rank: Pairs of a set of ranks and the text for it, by rank.
     """
     texts: dict[Ranks, dict[int, str]] = {}
     for rank, pairs in pairs_by_rank.items():
@@ -299,7 +287,7 @@ class Membership:
         rank_sets = sorted(set(rank_sets))
         known = self._known() if world is not None else {}
         missing = [ranks for ranks in rank_sets if len(ranks) > 1 and ranks not in known]
-        gathered = gather_json(missing, world)
+        gathered = gather_json(missing, world).values()
         to_make = sorted({tuple(ranks) for sets in gathered for ranks in sets})
         if to_make and not _is_whole(self.ranks):
             raise ValueError(

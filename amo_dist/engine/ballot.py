@@ -399,7 +399,7 @@ class Ballots:
             "gradients": ballot.gradients.names_set(),
             "updates": ballot.updates.names_set(),
         }
-        return dict(zip(self._world.ranks, gather_json(own, self._world.group), strict=True))
+        return gather_json(own, self._world.group)
 
     def _raise_for_missing(self, step: int, words: dict[int, dict[str, Any]]) -> None:
         """Raise for the first gradient that only some ranks of its parameter have."""

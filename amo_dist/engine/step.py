@@ -57,8 +57,9 @@ from amo_dist.distributed.plan import assign, plan_exchange
 from amo_dist.distributed.ranks import (
     GroupLike,
     Membership,
-    check_alike_by_ranks,
+    compare,
     failure_text,
+    gather_json,
 )
 from amo_dist.engine.ballot import Ballots, Verdict
 from amo_dist.engine.hyperparameters import describe_group, learning_rate, momentum_of
@@ -654,8 +655,8 @@ class Engine:
                 raise
             text = failure_text(f"step {orders.step}: allocating buffers", error)
             exchanges, digests = [], [text] * len(world.groups_by_ranks)
-        texts = dict(zip(world.groups_by_ranks, digests, strict=True))
-        check_alike_by_ranks("exchange plan", texts, world.group)
+        texts = list(zip(world.groups_by_ranks, digests, strict=True))
+        compare("exchange plan", gather_json(texts, world.group))
         self._exchanges, self._owner_epoch = exchanges, orders.owner_epoch
 
     def exchanges_to_measure(
@@ -706,8 +707,7 @@ class Engine:
             [float(s.num_steps * ns_step_flops(*matrix.shape)) for s, matrix in pairs],
             indices=indices,
             ownership=config.ownership,
-            first_owner=first_owner or 0,
-            returns=first_owner is None,
+            first_owner=first_owner,
         )
         exchanges = []
         for ranks, group in world.groups_by_ranks.items():

@@ -93,7 +93,7 @@ def agree_on_world(
         "sets": sorted({ranks for ranks in gradient_ranks if len(ranks) > 1}),
         "matrices": [(param.layout.ranks, infos[i]) for i, param in enumerate(parameters.params)],
     }
-    by_rank = dict(zip(members(group), gather_json(own, group), strict=True))
+    by_rank = gather_json(own, group)
     compare("parameters", {rank: own["texts"] for rank, own in by_rank.items()})
     # Equal values are one object: a thousand ranks have few different ones.
     distinct = list({id(listed): listed for listed in by_rank.values()}.values())

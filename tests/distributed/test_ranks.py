@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from amo_dist.distributed.ranks import (
     check_alike,
-    check_alike_by_ranks,
+    compare,
     failure_text,
     gather_json,
     max_over,
@@ -30,15 +30,15 @@ def raised(function: Callable[[], object]) -> str:
     return ""
 
 
-def texts(rank: int, world_size: int, own: list[str]) -> list[Any]:
+def texts(rank: int, world_size: int, own: list[str]) -> dict[int, Any]:
     same = gather_json({"of": "all"}, dist.group.WORLD)
-    assert all(value is same[0] for value in same)  # parsed once
+    assert all(value is same[0] for value in same.values())  # parsed once
     return gather_json([own[rank]], dist.group.WORLD)
 
 
 @pytest.mark.parametrize("own", [["", "b", ""], ["a", "bb" * 1000, "ü€\n\0"], ["x", "y", "x"]])
 def test_texts_of_any_length_arrive(run_on: Ranks, own: list[str]) -> None:
-    assert run_on(3)(texts, own) == [[[text] for text in own]] * 3
+    assert run_on(3)(texts, own) == [{rank: [text] for rank, text in enumerate(own)}] * 3
 
 
 def numbers(rank: int, world_size: int) -> tuple[list[float], list[int]]:
@@ -63,8 +63,8 @@ def differing_texts(rank: int, world_size: int) -> list[str]:
     failure = failure_text("loading", KeyError("step")) if rank == 3 else text
     return [
         raised(lambda: check_alike("things", text, group)),
-        raised(lambda: check_alike_by_ranks("plans", {pair: text}, group)),
-        raised(lambda: check_alike_by_ranks("plans", {pair: str(pair)}, group)),
+        raised(lambda: compare("plans", gather_json([(pair, text)], group))),
+        raised(lambda: compare("plans", gather_json([(pair, str(pair))], group))),
         raised(lambda: check_alike("things", failure, group)),
     ]
 
