@@ -100,8 +100,6 @@ class Oracle:
         self.allocation: dict[str, int] = {}
         self.targets: dict[str, float] = {}
         self.planned_at: int | None = None
-        self.losses: dict[str, dict[int, tuple[float, float]]] = {}  # weighted, and -ell, by steps
-        self.uniform_loss = 0.0
         found = set(types.values())
         self.order = [t for t in ORDER if t in found] + sorted(found - set(ORDER))
 
@@ -240,7 +238,7 @@ class Oracle:
             ]
             steps = plain_greedy(curves, math.floor(budget + Fraction(1, 2)), config.base_steps)
             self.allocation = dict(zip(self.order, steps, strict=True))
-        self.planned_at, self.planned = self.step_number, dict(self.allocation)
+        self.planned_at = self.step_number
 
     def _weight(self, name: str) -> float:
         """The squared norm of an exact update, but for the learning rate."""
@@ -276,16 +274,10 @@ class Oracle:
         shares = [weight / math.fsum(weights) for weight in weights]
         ranked: list[tuple[float, tuple[int, ...]]] = []
         steps = range(config.min_steps, config.max_steps + 1)
-        base = trials.index((config.base_steps, config.base_ell))
-        uniform = []
-        for kind, share in zip(self.order, shares, strict=True):
-            self.losses[kind] = {k: (share * d, ell) for k, (d, ell) in best[kind].items()}
-            total = 0.0
-            for found in self.distances:
-                total += found[kind][base]
-            uniform.append(share * (total / len(self.distances)))
-        self.uniform_loss = math.fsum(uniform)
-        losses = [{k: self.losses[kind][k][0] for k in steps} for kind in self.order]
+        losses = [
+            {k: share * best[kind][k][0] for k in steps}
+            for kind, share in zip(self.order, shares, strict=True)
+        ]
         for choice in itertools.product(steps, repeat=len(self.order)):
             if sum(k * cost for k, cost in zip(choice, costs, strict=True)) <= ceiling:
                 ranked.append((math.fsum(map(dict.__getitem__, losses, choice)), choice))

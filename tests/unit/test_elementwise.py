@@ -37,10 +37,6 @@ def cut(whole: Tensor, pieces: list[int]) -> list[Tensor]:
     return [piece.clone() for piece in whole.split(pieces)]
 
 
-def widen(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_nesterov_is_rounded_once_into_given_places(dtype: torch.dtype) -> None:
     # Columns of a wider matrix, larger than what CPU takes at once, and a flat buffer.

@@ -17,11 +17,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
+from tests.examples import ROOT
 from torchtitan_ext import CheckpointReader, CheckpointWriter
 from torchtitan_ext.plugin import storage
 from torchtitan_ext.plugin.storage import CHECKSUMS, find_damage
 
-ROOT = Path(__file__).resolve().parents[2]
 SHARD = "__0_0.distcp"
 ELSEWHERE = ("../secret", "/etc/passwd", "a/b")
 pytestmark = [
