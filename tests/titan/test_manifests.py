@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from amo_dist.config import AMOConfig
-from tests.source_tree import ROOT
+from tests.examples import ROOT
 from torchtitan_ext.config.settings import parse
 
 
