@@ -95,7 +95,7 @@ def validate(config: Any) -> None:
             "schedule or schedule_file, and either with optimizer.name = 'Muon' alone"
         )
     if config.name == "Muon":
-        _schedule(config.muon)
+        fixed_schedule(config)
 
 
 def resolved(config: Any) -> Any:
@@ -168,13 +168,20 @@ def _expressions(config: Any) -> list[tuple[str, str]]:
     return [(name, expression) for name, values in fields.items() for expression in values]
 
 
-def _schedule(muon: MuonSection) -> Mapping[str, Schedule] | str:
-    """Schedule of ``name = "Muon"``."""
-    if muon.schedule_file:
-        return load_schedule_file(muon.schedule_file)
-    if muon.schedule:
-        named_schedule(muon.schedule)  # refuses an unknown name
-    return muon.schedule or MUON_SCHEDULES["Muon"]
+def fixed_schedule(config: Any) -> Mapping[str, Schedule] | str:
+    """Schedule by operator type, or name of the schedule of all, where it is fixed.
+
+    Args:
+        config: ``[optimizer]`` of the Muon family, but for AMO and ROOT.
+
+    Raises:
+        ValueError: The name is unknown, or the file cannot be read.
+    """
+    if config.muon.schedule_file:
+        return load_schedule_file(config.muon.schedule_file)
+    if config.muon.schedule:
+        named_schedule(config.muon.schedule)  # refuses an unknown name
+    return config.muon.schedule or MUON_SCHEDULES.get(config.name, MUON_SCHEDULES["Muon"])
 
 
 def _make(groups: list[dict[str, Any]], config: Any) -> Optimizer:
@@ -189,7 +196,7 @@ def _make(groups: list[dict[str, Any]], config: Any) -> Optimizer:
         return _make_stock(groups, config, options)
     own = config.amo if config.name == "AMO" else MuonConfig(**config.muon.shared())
     if config.name == "Muon":
-        return Muon(groups, schedule=_schedule(config.muon), config=own, **options)
+        return Muon(groups, schedule=fixed_schedule(config), config=own, **options)
     return make_optimizer(config.name, groups, config=own, **options)
 
 

@@ -172,9 +172,8 @@ def _steps(config: Any, registry: Sequence[MatrixInfo]) -> list[tuple[str, int, 
     """
     from amo_dist.config import sort_operator_types
     from amo_dist.optimizers import root
-    from amo_dist.optimizers.named import MUON_SCHEDULES
     from amo_dist.schedule.source import as_source
-    from torchtitan_ext.config.schedule_file import load_schedule_file
+    from torchtitan_ext.plugin.optimizers import fixed_schedule
     from torchtitan_ext.tools.shapes import PLANS
 
     optimizer = config.optimizer
@@ -187,9 +186,7 @@ def _steps(config: Any, registry: Sequence[MatrixInfo]) -> list[tuple[str, int, 
         return [(name, root.NUM_STEPS, root.NUM_STEPS) for name in types]
     if not types:
         return []
-    path, schedule = optimizer.muon.schedule_file, optimizer.muon.schedule
-    schedule = schedule or MUON_SCHEDULES.get(optimizer.name, MUON_SCHEDULES["Muon"])
-    source = as_source(load_schedule_file(path) if path else schedule)
+    source = as_source(fixed_schedule(optimizer))
     source.bind(registry)
     schedules = source.schedules(1)
     return [(name, schedules[name].num_steps, schedules[name].num_steps) for name in types]
