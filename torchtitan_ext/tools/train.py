@@ -79,11 +79,12 @@ def run(args: argparse.Namespace) -> int:
     """Train for parsed arguments.
 
     Returns:
-        The status of :func:`start`; 2 for mistakes, which are reported all at once.
+        The status of :func:`start`.
 
     Raises:
-        ValueError: For a file that is no TOML, a folder that another run writes into, a number of
-            ranks that cannot work, or a node that cannot meet others.
+        ValueError: For all mistakes of the config at once, a line for each; a file that is no
+            TOML, a folder that another run writes into, a number of ranks that cannot work, or a
+            node that cannot meet others.
     """
     arguments = ["--job.config_file", args.config, *args.overrides]
     if "RANK" in os.environ:  # torchrun's
@@ -105,9 +106,7 @@ def run(args: argparse.Namespace) -> int:
     config, problems = validate_config(config, ranks * nodes, memory_gb)
     problems = problems or missing_on_this_machine(config)
     if problems:
-        for problem in dict.fromkeys(problems):
-            print(f"error: {problem}", file=sys.stderr)
-        return train.USER_ERROR
+        raise ValueError("\n".join(problems))
     folder = Path(config.dump_folder)
     if args.newest_step:
         print(max(complete_steps(folder / config.checkpoint.folder), default=0))
