@@ -1,4 +1,4 @@
-"""What an exchange sends, counted three ways that must agree: by formula, by pair, by plan.
+"""What an exchange sends, by formula and by pair of ranks; plans count the same.
 
 Elements, not bytes.
 """
@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from amo_dist.distributed.layout import Matrix
-from amo_dist.distributed.plan import ExchangePlan, Job, count_elements
+from amo_dist.distributed.plan import Job
 
 Pair = tuple[int, int]
 """Global ranks: source and destination."""
@@ -79,20 +79,3 @@ def sent_by_pair(
             if held and rank in job.targets:
                 sent[owner, rank] += Volume(delivered=held)
     return dict(sent)
-
-
-def sent_by_plan(plan: ExchangePlan) -> dict[int, Volume]:
-    """What the rank of a plan sends to each peer, from the plan's buckets.
-
-    Returns:
-        By peer; those that get nothing are absent.
-    """
-    totals: dict[int, Volume] = defaultdict(Volume)
-    for bucket in plan.buckets:
-        for place, peer in enumerate(plan.peers):
-            totals[peer] += Volume(
-                gathered=count_elements(bucket.to_owners[place]),
-                delivered=count_elements(bucket.to_holders[place]),
-            )
-    totals.pop(plan.rank, None)  # nothing travels
-    return {peer: volume for peer, volume in totals.items() if volume.elements}

@@ -8,7 +8,6 @@ import torch
 from tests.distributed.harness import Ranks
 from tests.distributed.negation import Negation
 from tests.layouts import build
-from tests.ledger import sent_by_plan
 
 SHAPES_2D = [(7, 5), (1, 6), (3, 2), (8, 8), (6, 1)]
 SHAPES_3D = [(3, 4, 5), (5, 2, 3)]
@@ -37,8 +36,6 @@ def exchange(rank: int, world_size: int, kind: str) -> None:
         assert negation.events.count("meanwhile") == 1
         negation.events.clear()
         negation.check()
-    volumes = sent_by_plan(negation.plan)
-    assert negation.plan.num_sent() == {peer: volume.elements for peer, volume in volumes.items()}
 
 
 @pytest.mark.parametrize("kind", sorted(MESHES))

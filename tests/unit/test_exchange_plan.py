@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from amo_dist.distributed.plan import BucketPlan, ExchangePlan, Held, Job, assign, plan_exchange
 from tests.layouts import Model, build, local_tensor, models
-from tests.ledger import Volume, predict, sent_by_pair, sent_by_plan
+from tests.ledger import Volume, predict, sent_by_pair
 
 few = settings(max_examples=30, deadline=None)
 WIRE = 2
@@ -63,12 +63,6 @@ def test_what_one_rank_sends_is_what_the_other_receives(problem: tuple) -> None:
 def test_plans_move_what_the_ledger_says(problem: tuple) -> None:
     model, jobs, plans, _ = problem
     pairs = sent_by_pair(model.matrices, jobs, max(model.ranks) + 1)
-    found = {
-        (rank, peer): volume
-        for rank, plan in plans.items()
-        for peer, volume in sent_by_plan(plan).items()
-    }
-    assert found == pairs
     assert {
         (rank, peer): elements
         for rank, plan in plans.items()
