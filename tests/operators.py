@@ -43,8 +43,8 @@ def classify(
     """The matrices of one parameter, beside others of some shapes; None for AdamW."""
     others = {other: size for other, size in (shapes or {}).items() if other != name}
     model = module_of({name: shape, **others})
-    found = views_of(model, patterns=patterns, allow_unused=True, **options)
-    return next((views for own, views in found.items() if own not in others), None)
+    views_by_name = views_of(model, patterns=patterns, allow_unused=True, **options)
+    return next((views for own, views in views_by_name.items() if own not in others), None)
 
 
 def pasted(text: str) -> dict[str, Any]:
