@@ -74,7 +74,7 @@ def make(
 
 def train(
     model: nn.Module,
-    optimizer: Muon,
+    optimizer: torch.optim.Optimizer,
     first: int = 1,
     last: int = 3,
     *,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +20,15 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from amo_dist import AMO, AMOConfig, param_groups
+from amo_dist import AMO, AMOConfig, Muon, param_groups
 from amo_dist.distributed.layout import local_tensor
+from tests import runs
 from tests.distributed import models
 from tests.distributed.harness import Ranks
+from tests.distributed.test_ranks import raised
 from torchtitan_ext import CheckpointReader
 
-FIELDS: dict[str, Any] = {
-    "observe_until": 4,
-    "observe_every": 2,
-    "sample_size": 2,
-    "transition_steps": 3,
-    "bucket_bytes": 256,
-}
+FIELDS = runs.PHASES | {"bucket_bytes": 256}
 CONFIGS = {"measured": AMOConfig(**FIELDS), "paper": AMOConfig.paper(**FIELDS)}
 STEPS, SEED = 9, 3
 # Before an observation, between two, at the plan, in the transition, at the lock, after it.
@@ -40,16 +37,14 @@ SHAPES = models.shapes(models.EVEN_SHAPES)  # FSDP over TP needs even dims
 WQ = "layers.0.attention.wq.weight"
 
 
-def make(
-    layout: str, dtype: torch.dtype = torch.float32, planner: str = "measured"
-) -> tuple[nn.Module, AMO]:
-    model = models.make_model(layout, SHAPES).to(dtype)
+def make(layout: str, planner: str = "measured") -> tuple[nn.Module, AMO]:
+    model = models.make_model(layout, SHAPES)
     group = dist.group.WORLD if layout == "plain" and dist.get_world_size() > 1 else None
     config = CONFIGS[planner]
     return model, AMO(param_groups(model), lr=1e-2, config=config, process_group=group)
 
 
-def state_of(model: nn.Module, optimizer: AMO, flatten: bool) -> dict[str, Any]:
+def state_of(model: nn.Module, optimizer: Muon, flatten: bool = False) -> dict[str, Any]:
     options = StateDictOptions(flatten_optimizer_state_dict=flatten)
     return {
         "model": get_model_state_dict(model),
@@ -71,9 +66,8 @@ def go_on(
             path = str(Path(folder, f"step-{step}"))
             dcp.save(state_of(model, optimizer, flatten), checkpoint_id=path)
     momentum = optimizer.state[model.get_parameter(WQ)]["momentum_buffer"]
-    params = {name: models.whole(param) for name, param in model.named_parameters()}
     return {
-        "params": {**params, "momentum": models.whole(momentum)},
+        "params": runs.weights(model) | {"momentum": models.whole(momentum)},
         "schedules": schedules,
         "controls": controls,
     }
@@ -87,7 +81,7 @@ def train_and_save(
     flatten: bool,
     planner: str = "measured",
 ) -> tuple[dict[str, Any], list[str]]:
-    model, optimizer = make(layout, planner=planner)
+    model, optimizer = make(layout, planner)
     keys = sorted(
         f"{name}.{key}"
         for name, values in get_optimizer_state_dict(model, optimizer)["state"].items()
@@ -108,7 +102,7 @@ def resume(
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     results = []
     for step in steps:
-        model, optimizer = make(layout, planner=planner)
+        model, optimizer = make(layout, planner)
         state = state_of(model, optimizer, flatten)
         dcp.load(state, storage_reader=CheckpointReader(Path(folder, f"step-{step}")))
         set_model_state_dict(model, state["model"])
@@ -128,8 +122,7 @@ def check(reference: dict[str, Any], results: list[Any], steps: tuple[int, ...])
                 assert found["controls"][later] == reference["controls"][later]
             # Gradients are injected, and nothing else reduces over ranks: the same bits even where
             # the world is another.
-            for name, expected in reference["params"].items():
-                assert torch.equal(found["params"][name], expected), (step, name)
+            assert runs.equal(found["params"], reference["params"]), step
 
 
 @pytest.mark.parametrize(("flatten", "planner"), [(False, "measured"), (True, "paper")])
@@ -169,20 +162,14 @@ def test_a_checkpoint_of_tensor_parallelism_comes_back(run_on: Ranks, tmp_path: 
 def refused(rank: int, world_size: int) -> list[str]:
     """A whole tensor for a shard, NaN in one shard, and a foreign state cut to shards."""
     model, optimizer = make("fsdp")
-    models.set_gradients(model, SEED, 1)
-    optimizer.step()
-    errors = []
+    runs.train(model, optimizer, 1, 1)
     whole = copy.deepcopy(optimizer.state_dict())
     momentum = whole["state"][0]["momentum_buffer"]
     whole["state"][0]["momentum_buffer"] = models.whole(momentum)
     damaged = copy.deepcopy(optimizer.state_dict())
     local_tensor(damaged["state"][0]["momentum_buffer"]).view(-1)[0] = torch.nan
-    for state in (whole, damaged):
-        try:
-            optimizer.load_state_dict(state)
-        except ValueError as error:
-            errors.append(str(error))
-    return errors
+    loads = [functools.partial(optimizer.load_state_dict, state) for state in (whole, damaged)]
+    return [raised(load) for load in loads]
 
 
 def test_what_does_not_fit_a_shard_is_refused(run_on: Ranks) -> None:

@@ -18,8 +18,8 @@ from tests.distributed.harness import Ranks
 from tests.ledger import Pair, Volume, predict, sent_by_pair
 
 BF16, FP32 = 2, 4
-
-
+SHAPES = models.shapes()
+EVEN = models.shapes(models.EVEN_SHAPES)  # FSDP over TP needs even dims
 Pairs = dict[Pair, Volume]
 
 
@@ -41,7 +41,7 @@ def count(
     world_size: int,
     layout: str,
     shapes: dict[str, tuple[int, ...]],
-    fields: dict[str, Any],
+    bucket_bytes: int = 2**20,
     observes: bool = False,
 ) -> Counted:
     model = models.make_model(layout, shapes)
@@ -52,14 +52,13 @@ def count(
         make_matrix(name, layout_of(param, name, replicas), 0)
         for name, param in groups[0]["params"]
     ]
+    fields: dict[str, Any] = {"ns_dtype": "bfloat16", "bucket_bytes": bucket_bytes}
     if observes:
         phases = {"observe_until": 2, "observe_every": 1, "sample_size": 2}
-        config = AMOConfig(ns_dtype="bfloat16", **phases, **fields)
+        config = AMOConfig(**phases, **fields)
         optimizer: Muon = AMO(groups, config=config, process_group=group)
     else:
-        optimizer = Muon(
-            groups, config=MuonConfig(ns_dtype="bfloat16", **fields), process_group=group
-        )
+        optimizer = Muon(groups, config=MuonConfig(**fields), process_group=group)
     models.set_gradients(model, 1, 1)
     optimizer.step()
     drawn = set(optimizer.source.sample(2))
@@ -89,27 +88,24 @@ def sent_by(rank: int, pairs: Pairs) -> dict[int, Volume]:
 
 
 CASES = [
-    pytest.param("fsdp", 2, False, {}, 2**20, id="fsdp-2"),
-    pytest.param("fsdp", 4, False, {}, 64, id="fsdp-4-uneven-and-empty"),
-    pytest.param("hsdp", 4, False, {}, 2**20, id="hsdp-2x2"),
-    pytest.param("tp", 3, False, {}, 64, id="tp-3-uneven"),
-    pytest.param("tp_fsdp", 4, True, {}, 2**20, id="tp-2-fsdp-2"),
-    pytest.param("plain", 3, False, {}, 64, id="ddp-3"),
+    pytest.param("fsdp", 2, SHAPES, 2**20, id="fsdp-2"),
+    pytest.param("fsdp", 4, SHAPES, 64, id="fsdp-4-uneven-and-empty"),
+    pytest.param("hsdp", 4, SHAPES, 2**20, id="hsdp-2x2"),
+    pytest.param("tp", 3, SHAPES, 64, id="tp-3-uneven"),
+    pytest.param("tp_fsdp", 4, EVEN, 2**20, id="tp-2-fsdp-2"),
+    pytest.param("plain", 3, SHAPES, 64, id="ddp-3"),
 ]
 
 
-@pytest.mark.parametrize(("layout", "world_size", "even", "fields", "bucket_bytes"), CASES)
+@pytest.mark.parametrize(("layout", "world_size", "shapes", "bucket_bytes"), CASES)
 def test_ranks_send_what_the_ledger_says(
     run_on: Ranks,
     layout: str,
     world_size: int,
-    even: bool,
-    fields: dict[str, Any],
+    shapes: dict[str, tuple[int, ...]],
     bucket_bytes: int,
 ) -> None:
-    shapes = models.shapes(models.EVEN_SHAPES if even else models.SHAPES)
-    fields = {**fields, "bucket_bytes": bucket_bytes}
-    results = run_on(world_size)(count, layout, shapes, fields)
+    results = run_on(world_size)(count, layout, shapes, bucket_bytes)
     for rank, found in enumerate(results):
         mine = sent_by(rank, results[0].pairs)
         assert found.sent == {to: BF16 * volume.elements for to, volume in mine.items()}
@@ -120,21 +116,16 @@ def test_ranks_send_what_the_ledger_says(
 
 
 def test_even_fsdp_sends_the_volume_of_the_formula(run_on: Ranks) -> None:
-    shapes = models.shapes(models.EVEN_SHAPES)
-    results = run_on(4)(count, "fsdp", shapes, {})
+    results = run_on(4)(count, "fsdp", EVEN)
     mean = Fraction(sum(sum(found.sent.values()) for found in results), 4)
     assert mean == Fraction(2 * BF16 * results[0].elements * 3, 4**2)
 
 
-@pytest.mark.parametrize(
-    ("layout", "fields"),
-    [("fsdp", {}), ("hsdp", {})],
-    ids=["fsdp", "hsdp"],
-)
+@pytest.mark.parametrize("layout", ["fsdp", "hsdp"])
 def test_observed_matrices_are_gathered_once_more_in_the_dtype_of_momentum(
-    run_on: Ranks, layout: str, fields: dict[str, Any]
+    run_on: Ranks, layout: str
 ) -> None:
-    results = run_on(4)(count, layout, models.shapes(), fields, True)
+    results = run_on(4)(count, layout, SHAPES, 2**20, True)
     assert sum(volume.gathered for volume in results[0].observed.values()) > 0
     for rank, found in enumerate(results):
         expected = {to: BF16 * v.elements for to, v in sent_by(rank, found.pairs).items()}
@@ -144,6 +135,6 @@ def test_observed_matrices_are_gathered_once_more_in_the_dtype_of_momentum(
 
 
 def test_one_process_sends_nothing(run_on: Ranks) -> None:
-    (found,) = run_on(1)(count, "fsdp", models.shapes(), {})
+    (found,) = run_on(1)(count, "fsdp", SHAPES)
     assert found.sent == {}
     assert found.metrics["exchange/sent_bytes"] == found.metrics["exchange/sent_elements"] == 0

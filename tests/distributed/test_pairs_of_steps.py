@@ -9,6 +9,7 @@ from torch import Tensor
 from amo_dist import Muon, MuonConfig, param_groups
 from amo_dist.kernels.newton_schulz import step_sizes
 from amo_dist.schedule.polar_express import schedule_for
+from tests import runs
 from tests.distributed import models
 from tests.distributed.harness import Ranks
 
@@ -22,10 +23,7 @@ def train(rank: int, world_size: int, layout: str, dtype: str) -> dict[str, Tens
     model = models.make_model(layout, models.shapes(SHAPES))
     config = MuonConfig(ns_dtype=dtype)
     optimizer = Muon(param_groups(model), lr=1e-2, schedule=SCHEDULE, config=config)
-    for step in range(1, 3):
-        models.set_gradients(model, 7, step)
-        optimizer.step()
-    return {name: models.whole(param) for name, param in model.named_parameters()}
+    return runs.train(model, optimizer, 1, 2, seed=7)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -36,5 +34,4 @@ def test_shards_equal_one_process(run_on: Ranks, layout: str, dtype: str) -> Non
     assert 2 not in step_sizes("auto", (160, 128), *arguments)
     (expected,) = run_on(1)(train, "plain", dtype)
     for found in run_on(2)(train, layout, dtype):
-        for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=0, atol=0, msg=name)
+        assert runs.equal(found, expected)

@@ -6,20 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
 
 from amo_dist import Fused, Muon, MuonConfig, NorMuon, param_groups
+from tests import runs
 from tests.distributed import models
 from tests.distributed.harness import Ranks
+from tests.distributed.test_checkpoint_dcp import state_of
 
 SHAPES = models.shapes(models.EVEN_SHAPES)  # FSDP over TP needs even dims
 STEPS, SAVED, SEED = 5, 3, 5
@@ -43,15 +42,13 @@ def make(layout: str, how: str) -> tuple[nn.Module, Muon]:
 
 
 def train(model: nn.Module, optimizer: Muon, first: int, last: int) -> dict[str, Tensor]:
-    for step in range(first, last + 1):
-        models.set_gradients(model, SEED, step)
-        optimizer.step()
+    weights = runs.train(model, optimizer, first, last, seed=SEED)
     rests = {
         f"what is rounded off {name}": models.whole(optimizer.state[param]["rounded_off"])
         for name, param in optimizer.params_by_name.items()
         if "rounded_off" in optimizer.state[param]
     }
-    return {name: models.whole(param) for name, param in model.named_parameters()} | rests
+    return weights | rests
 
 
 def run(rank: int, world_size: int, layout: str, how: str) -> dict[str, Tensor]:
@@ -60,16 +57,12 @@ def run(rank: int, world_size: int, layout: str, how: str) -> dict[str, Tensor]:
 
 def check(results: list[dict[str, Tensor]], expected: dict[str, Tensor]) -> None:
     for found in results:
-        assert found.keys() == expected.keys()
-        for name, value in expected.items():
-            assert torch.equal(found[name], value), name
+        assert runs.equal(found, expected)
 
 
 @pytest.mark.parametrize(
     ("layout", "world_size", "how"),
-    [
-        *(("fsdp", 3, "nearest"), ("tp_fsdp", 4, "master"), ("hsdp", 4, "master")),
-    ],
+    [("fsdp", 3, "nearest"), ("tp_fsdp", 4, "master"), ("hsdp", 4, "master")],
 )
 def test_layouts_have_the_bits_of_one_process(
     run_on: Ranks, layout: str, world_size: int, how: str
@@ -81,20 +74,13 @@ def test_layouts_have_the_bits_of_one_process(
 def save(rank: int, world_size: int, layout: str, how: str, folder: str) -> dict[str, Tensor]:
     model, optimizer = make(layout, how)
     train(model, optimizer, 1, SAVED)
-    state: dict[str, Any] = {
-        "model": get_model_state_dict(model),
-        "optimizer": get_optimizer_state_dict(model, optimizer),
-    }
-    dcp.save(state, checkpoint_id=folder)
+    dcp.save(state_of(model, optimizer), checkpoint_id=folder)
     return train(model, optimizer, SAVED + 1, STEPS)
 
 
 def resume(rank: int, world_size: int, layout: str, how: str, folder: str) -> dict[str, Tensor]:
     model, optimizer = make(layout, how)
-    state: dict[str, Any] = {
-        "model": get_model_state_dict(model),
-        "optimizer": get_optimizer_state_dict(model, optimizer),
-    }
+    state = state_of(model, optimizer)
     dcp.load(state, checkpoint_id=folder)
     set_model_state_dict(model, state["model"])
     set_optimizer_state_dict(model, optimizer, state["optimizer"])

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from amo_dist import Muon, MuonConfig, param_groups
 from amo_dist.kernels.newton_schulz import orthogonalize
+from tests import runs
 from tests.distributed import models
-from tests.oracle import Oracle
 
 LR, STEPS = 3e-3, 10
 SHAPES = {
@@ -30,10 +30,7 @@ def ours(seed: int, weight_decay: float, **fields: Any) -> dict[str, Tensor]:
     optimizer = Muon(
         param_groups(model), LR, weight_decay, schedule="kj", config=MuonConfig(**fields)
     )
-    for step in range(1, STEPS + 1):
-        models.set_gradients(model, seed, step)
-        optimizer.step()
-    return {name: param.detach() for name, param in model.named_parameters()}
+    return runs.train(model, optimizer, 1, STEPS, seed=seed)
 
 
 def theirs(
@@ -49,10 +46,7 @@ def theirs(
         ns_coefficients=KJ[0],
         adjust_lr_fn=adjust_lr,
     )
-    for step in range(1, STEPS + 1):
-        models.set_gradients(model, seed, step)
-        optimizer.step()
-    return {name: param.detach() for name, param in model.named_parameters()}
+    return runs.train(model, optimizer, 1, STEPS, seed=seed)
 
 
 def apart(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
@@ -100,10 +94,8 @@ def test_five_steps_by_scale_and_dtype(adjust_lr: Any, dtype: torch.dtype) -> No
         else:
             options |= {"ns_coefficients": KJ[0], "adjust_lr_fn": adjust_lr}
             optimizer = torch.optim.Muon(model.parameters(), **options)
-        for step in range(1, 6):
-            models.set_gradients(model, 3, step)
-            optimizer.step()
-        return {name: param.detach().float() for name, param in model.named_parameters()}
+        weights = runs.train(model, optimizer, 1, 5, seed=3)
+        return {name: weight.float() for name, weight in weights.items()}
 
     expected = path(is_ours=False)
     # Measured: 1.4e-2, and 2.1e-2 to 3.0e-2 for bfloat16; without Nesterov 0.36.
@@ -126,22 +118,3 @@ def test_in_fp32_only_rounding_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     # slope of the composed polynomial at zero, 3.4445^5 = 485, which bounds it by 3e-5. Measured
     # for seeds 3 to 5: 9.2e-7 to 1.7e-6.
     assert apart(ours(3, 0.1, ns_dtype="float32"), theirs(3, 0.1)) < 5e-6
-
-
-@pytest.mark.parametrize("ns_dtype", ["bfloat16", "float32"])
-def test_against_the_slow_twin_no_bit_differs(ns_dtype: str) -> None:
-    config = MuonConfig(ns_dtype=ns_dtype)
-    types = {name: name for name in SHAPES}
-    twin = Oracle(
-        {name: models.initial(name, shape) for name, shape in SHAPES.items()},
-        types,
-        config,
-        lr=LR,
-        weight_decay=0.1,
-        coefficients=KJ,
-    )
-    for step in range(1, STEPS + 1):
-        twin.step({name: models.gradient(3, step, name, s) for name, s in SHAPES.items()})
-    found = ours(3, 0.1, ns_dtype=ns_dtype)
-    for name, expected in twin.params.items():
-        assert torch.equal(found[name], expected), name
