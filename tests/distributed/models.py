@@ -121,29 +121,29 @@ def make_model(
         return plain_model(all_shapes, device)
     if layout == "fsdp":
         mesh = init_device_mesh(device, (world_size,))
-        return _fully_shard(plain_model(all_shapes, device), mesh)
+        return shard(plain_model(all_shapes, device), mesh)
     if layout == "hsdp":
         mesh = init_device_mesh(device, (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
-        return _fully_shard(plain_model(all_shapes, device), mesh)
+        return shard(plain_model(all_shapes, device), mesh)
     if layout == "tp":
         mesh = init_device_mesh(device, (world_size,))
         return _tensor_parallel(all_shapes, mesh)
     if layout == "tp_fsdp":
         mesh = init_device_mesh(device, (world_size // 2, 2), mesh_dim_names=("shard", "tp"))
-        return _fully_shard(_tensor_parallel(all_shapes, mesh["tp"]), mesh["shard"])
+        return shard(_tensor_parallel(all_shapes, mesh["tp"]), mesh["shard"])
     if layout == "hsdp_tp":
         # As torchtitan lays it out: tensor parallelism cuts first, FSDP what is left of that.
         sizes, names = (2, world_size // 4, 2), ("replicate", "shard", "tp")
         mesh = init_device_mesh(device, sizes, mesh_dim_names=names)
         sharded = mesh["replicate", "shard"]
-        return _fully_shard(_tensor_parallel(all_shapes, mesh["tp"]), sharded)
+        return shard(_tensor_parallel(all_shapes, mesh["tp"]), sharded)
     raise ValueError(f"layout: found {layout!r}")
 
 
-def _fully_shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    for layer in model.get_submodule("layers").children():
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+def shard(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
+    """FSDP2 over the layers and the rest, with its ``options``."""
+    for part in (*model.get_submodule("layers").children(), model):
+        fully_shard(part, mesh=mesh, **options)
     return model
 
 

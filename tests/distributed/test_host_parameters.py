@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from amo_dist import AMOConfig, Muon, MuonConfig, param_groups
@@ -50,13 +50,11 @@ def build(layout: str, is_offloaded: bool) -> nn.Module:
         return on_device.build(layout)
     if layout in ("fsdp", "hsdp"):  # as users do it
         model = models.plain_model(on_device.shapes_of(layout), "cuda")
-        sizes, names = ((2, 2), ("replicate", "shard")) if layout == "hsdp" else ((-1,), ("shard",))
-        ranks = torch.distributed.get_world_size()
-        sizes = tuple(ranks if size == -1 else size for size in sizes)
-        mesh = init_device_mesh("cuda", sizes, mesh_dim_names=names)
-        for part in (*model.get_submodule("layers").children(), model):
-            fully_shard(part, mesh=mesh, offload_policy=CPUOffloadPolicy())
-        return model
+        if layout == "hsdp":
+            mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("replicate", "shard"))
+        else:
+            mesh = more.world_mesh("cuda")
+        return models.shard(model, mesh, offload_policy=CPUOffloadPolicy())
     made = on_device.build(layout).named_parameters()
     return models.build({name: nn.Parameter(on_host(param)) for name, param in made})
 

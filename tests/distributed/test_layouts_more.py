@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from amo_dist import AMO, AMOConfig, param_groups
@@ -21,6 +22,7 @@ from amo_dist.distributed.layout import mesh_layout
 from amo_dist.engine import step as engine_step
 from amo_dist.operators.views import Fused
 from amo_dist.schedule.plan import Plan
+from tests import runs
 from tests.distributed import models
 from tests.distributed.harness import Ranks
 from tests.layouts import cut_view, local_tensor
@@ -28,13 +30,10 @@ from tests.operators import classify
 from tests.oracle import Oracle
 
 LR, WEIGHT_DECAY, STEPS, SEED = 3e-3, 0.1, 8, 7
-FIELDS: dict[str, Any] = {
+FIELDS = runs.PHASES | {
+    "transition_steps": 2,
     # Its own products would count as those of training.
     "ns_guard_every": 0,
-    "observe_until": 4,
-    "observe_every": 2,
-    "sample_size": 2,
-    "transition_steps": 2,
     # Small buckets: the tiny matrices of these tests fill several.
     "bucket_bytes": 256,
 }
@@ -114,20 +113,29 @@ def by_matrix(name: str, tensor: Tensor) -> dict[str, Tensor]:
     return {name + view.suffix: cut_view(view, tensor).clone() for view in views}
 
 
-def oracle(shapes: Shapes, fields: dict[str, Any]) -> Oracle:
+def make_twin(shapes: Shapes, fields: dict[str, Any]) -> Oracle:
+    """The twin before its first step."""
     params: dict[str, Tensor] = {}
     types: dict[str, str] = {}
     for name, shape in shapes.items():
         params |= by_matrix(name, models.initial(name, shape))
         for view in views_of(name, shape) or ():
             types[name + view.suffix] = view.operator_type
-    twin = Oracle(params, types, AMOConfig(**fields), lr=LR, weight_decay=WEIGHT_DECAY)
-    for step in range(1, STEPS + 1):
-        grads: dict[str, Tensor | None] = {}
-        for name, shape in shapes.items():
-            grads |= by_matrix(name, gradient(step, name, shape))
-        twin.step(grads)
-    return twin
+    return Oracle(params, types, AMOConfig(**fields), lr=LR, weight_decay=WEIGHT_DECAY)
+
+
+def gradients(step: int, shapes: Shapes) -> dict[str, Tensor | None]:
+    """What the twin takes in a step."""
+    grads: dict[str, Tensor | None] = {}
+    for name, shape in shapes.items():
+        grads |= by_matrix(name, gradient(step, name, shape))
+    return grads
+
+
+def set_gradients(model: nn.Module, step: int) -> None:
+    """The same gradients, in the placements of the parameters."""
+    for name, param in model.named_parameters():
+        param.grad = models.place_like(gradient(step, name, tuple(param.shape)), param)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,16 +170,13 @@ def train(
 
     with mock.patch.object(engine_step, "orthogonalize", counting):
         for step in range(1, STEPS + 1):
-            for name, param in model.named_parameters():
-                grad = gradient(step, name, tuple(param.shape))
-                param.grad = models.place_like(grad, param)
+            set_gradients(model, step)
             optimizer.step()
-    named = dict(model.named_parameters())
     return Outcome(
-        whole={name: models.whole(param) for name, param in named.items()},
+        whole=runs.weights(model),
         local={
             name: (param.to_local() if isinstance(param, DTensor) else param).detach().clone()
-            for name, param in named.items()
+            for name, param in model.named_parameters()
         },
         control=optimizer.control_state_dict(),
         sent=optimizer.sent_bytes_by_peer(),
@@ -180,7 +185,9 @@ def train(
 
 
 def check(results: list[Outcome], shapes: Shapes, fields: dict[str, Any] = FIELDS) -> None:
-    twin = oracle(shapes, fields)
+    twin = make_twin(shapes, fields)
+    for step in range(1, STEPS + 1):
+        twin.step(gradients(step, shapes))
     seen: set[str] = set()
     for result in results:
         assert result.control == results[0].control
@@ -225,25 +232,14 @@ def world_mesh(device: str = "cpu") -> Any:
     return init_device_mesh(device, (dist.get_world_size(),))
 
 
-def build_fused_rows() -> nn.Module:
-    return models.build(place(FUSED, {"": [Shard(0)]}, world_mesh()))
-
-
-def build_fused_columns() -> nn.Module:
-    placements = {"norm": [Replicate()], "": [Shard(1)]}
-    return models.build(place(FUSED, placements, world_mesh()))
+def build_cut(shapes: Shapes, dim: int, device: str = "cpu") -> nn.Module:
+    """All tensors are cut on one dim; norms, which may not have it, are replicas."""
+    norm = [Shard(0)] if dim == 0 else [Replicate()]
+    return models.build(place(shapes, {"norm": norm, "": [Shard(dim)]}, world_mesh(device)))
 
 
 def build_experts_0(device: str = "cpu") -> nn.Module:
-    return models.build(place(EXPERTS, {"": [Shard(0)]}, world_mesh(device)))
-
-
-def build_experts_1() -> nn.Module:
-    return models.build(place(EXPERTS, {"norm": [Shard(0)], "": [Shard(1)]}, world_mesh()))
-
-
-def build_experts_2() -> nn.Module:
-    return models.build(place(EXPERTS, {"norm": [Replicate()], "": [Shard(2)]}, world_mesh()))
+    return build_cut(EXPERTS, 0, device)
 
 
 def build_experts_and_dense() -> nn.Module:
@@ -252,52 +248,20 @@ def build_experts_and_dense() -> nn.Module:
     return models.build(found | place(DENSE, {"": [Shard(0)]}, world_mesh()))
 
 
-def build_convolutions_0() -> nn.Module:
-    return models.build(place(CONVOLUTIONS, {"": [Shard(0)]}, world_mesh()))
-
-
-def build_convolutions_1() -> nn.Module:
-    return models.build(place(CONVOLUTIONS, {"": [Shard(1)]}, world_mesh()))
-
-
 def build_joint() -> nn.Module:
     """Context parallelism: FSDP over data and context ranks flattened into one axis."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     joint = mesh["dp", "cp"]._flatten("dp_cp")
-    return models._fully_shard(models.plain_model(models.shapes()), joint)
+    return models.shard(models.plain_model(WHOLE), joint)
 
 
 def build_replicas() -> nn.Module:
-    return models.plain_model(models.shapes())
-
-
-def build_tp() -> nn.Module:
-    return models.make_model("tp", models.shapes())
-
-
-def build_tp_fsdp() -> nn.Module:
-    return models.make_model("tp_fsdp", EVEN)
-
-
-def build_hsdp() -> nn.Module:
-    return models.make_model("hsdp", models.shapes())
-
-
-def build_fsdp() -> nn.Module:
-    return models.make_model("fsdp", models.shapes())
-
-
-def build_hsdp_tp() -> nn.Module:
-    return models.make_model("hsdp_tp", EVEN)
+    return models.plain_model(WHOLE)
 
 
 def build_offloaded() -> nn.Module:
-    model = models.plain_model(models.shapes())
     policy = CPUOffloadPolicy(pin_memory=False)
-    for layer in model.get_submodule("layers").children():
-        fully_shard(layer, mesh=world_mesh(), offload_policy=policy)
-    fully_shard(model, mesh=world_mesh(), offload_policy=policy)
-    return model
+    return models.shard(models.plain_model(WHOLE), world_mesh(), offload_policy=policy)
 
 
 def build_stage(device: str = "cpu") -> nn.Module:
@@ -317,22 +281,22 @@ def build_sharded_stage(device: str = "cpu") -> nn.Module:
 CASES = [
     pytest.param(build_replicas, 1, WHOLE, WIDE, id="one-process"),
     pytest.param(build_replicas, 3, WHOLE, PAPER, id="ddp-3"),
-    pytest.param(build_fsdp, 2, WHOLE, {}, id="fsdp-2"),
-    pytest.param(build_fsdp, 3, WHOLE, PAPER | WIDE, id="fsdp-3"),
-    pytest.param(build_fsdp, 4, WHOLE, {}, id="fsdp-4"),
-    pytest.param(build_hsdp, 4, WHOLE, PAPER, id="hsdp-2x2"),
-    pytest.param(build_tp, 2, WHOLE, WIDE, id="tp-2"),
-    pytest.param(build_tp, 3, WHOLE, PAPER, id="tp-3"),
-    pytest.param(build_tp_fsdp, 4, EVEN, {}, id="tp-2-fsdp-2"),
-    pytest.param(build_fused_rows, 1, FUSED, {}, id="fused-one-process"),
-    pytest.param(build_fused_rows, 3, FUSED, {}, id="fused-fsdp-3"),
-    pytest.param(build_fused_columns, 2, FUSED, {}, id="fused-columns-2"),
-    pytest.param(build_experts_1, 3, EXPERTS, {}, id="experts-dim-1"),
-    pytest.param(build_experts_2, 3, EXPERTS, {}, id="experts-dim-2"),
+    pytest.param(partial(models.make_model, "fsdp", WHOLE), 2, WHOLE, {}, id="fsdp-2"),
+    pytest.param(partial(models.make_model, "fsdp", WHOLE), 3, WHOLE, PAPER | WIDE, id="fsdp-3"),
+    pytest.param(partial(models.make_model, "fsdp", WHOLE), 4, WHOLE, {}, id="fsdp-4"),
+    pytest.param(partial(models.make_model, "hsdp", WHOLE), 4, WHOLE, PAPER, id="hsdp-2x2"),
+    pytest.param(partial(models.make_model, "tp", WHOLE), 2, WHOLE, WIDE, id="tp-2"),
+    pytest.param(partial(models.make_model, "tp", WHOLE), 3, WHOLE, PAPER, id="tp-3"),
+    pytest.param(partial(models.make_model, "tp_fsdp", EVEN), 4, EVEN, {}, id="tp-2-fsdp-2"),
+    pytest.param(partial(build_cut, FUSED, 0), 1, FUSED, {}, id="fused-one-process"),
+    pytest.param(partial(build_cut, FUSED, 0), 3, FUSED, {}, id="fused-fsdp-3"),
+    pytest.param(partial(build_cut, FUSED, 1), 2, FUSED, {}, id="fused-columns-2"),
+    pytest.param(partial(build_cut, EXPERTS, 1), 3, EXPERTS, {}, id="experts-dim-1"),
+    pytest.param(partial(build_cut, EXPERTS, 2), 3, EXPERTS, {}, id="experts-dim-2"),
     pytest.param(build_experts_and_dense, 4, EXPERTS | DENSE, {}, id="experts-and-dense"),
-    pytest.param(build_convolutions_0, 1, CONVOLUTIONS, {}, id="convolutions"),
-    pytest.param(build_convolutions_0, 3, CONVOLUTIONS, {}, id="convolutions-fsdp-3"),
-    pytest.param(build_convolutions_1, 2, CONVOLUTIONS, {}, id="convolutions-dim-1"),
+    pytest.param(partial(build_cut, CONVOLUTIONS, 0), 1, CONVOLUTIONS, {}, id="convolutions"),
+    pytest.param(partial(build_cut, CONVOLUTIONS, 0), 3, CONVOLUTIONS, {}, id="convolutions-3"),
+    pytest.param(partial(build_cut, CONVOLUTIONS, 1), 2, CONVOLUTIONS, {}, id="convolutions-dim-1"),
     pytest.param(build_joint, 4, WHOLE, {}, id="joint-data-and-context"),
     pytest.param(build_offloaded, 2, WHOLE, {}, id="offloaded"),
     pytest.param(build_stage, 2, STAGES[0] | STAGES[1], {}, id="stages"),
@@ -366,7 +330,7 @@ def test_experts_sharded_on_their_first_dim_send_nothing(run_on: Ranks) -> None:
 def test_replicas_of_fsdp_over_tensor_parallelism_equal_the_twin_bit_for_bit(
     run_on: Ranks,
 ) -> None:
-    results = run_on(8, fresh=True)(train, build_hsdp_tp, FIELDS)
+    results = run_on(8, fresh=True)(train, partial(models.make_model, "hsdp_tp", EVEN), FIELDS)
     check(results, EVEN)
     total = sum(result.num_orthogonalized for result in results)
     assert total == STEPS * num_matrices(EVEN)
@@ -379,4 +343,4 @@ def test_replicas_of_fsdp_over_tensor_parallelism_equal_the_twin_bit_for_bit(
 
 def test_balanced_owners_change_no_bit(run_on: Ranks) -> None:
     fields = {**FIELDS, "ownership": "balanced"}
-    check(run_on(3)(train, build_fsdp, fields), WHOLE, fields)
+    check(run_on(3)(train, partial(models.make_model, "fsdp", WHOLE), fields), WHOLE, fields)

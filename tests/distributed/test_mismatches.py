@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from amo_dist import AMO, ROOT, AMOConfig, Muon, MuonConfig, param_groups, qk_clip_
+from amo_dist import AMO, ROOT, AMOConfig, Muon, MuonConfig, param_groups
 from tests import runs
 from tests.distributed import models
 from tests.distributed.harness import Ranks
@@ -148,30 +148,3 @@ def test_a_state_restored_on_one_rank_alone_is_an_error_not_a_hang(
     assert others == [alone, *rest]
     assert alone.startswith("RankMismatchError: ")
     assert rest == ["", str(steps + 1)]
-
-
-def clip_in_other_orders(rank: int, world_size: int) -> dict[str, float]:
-    """Two attentions on two meshes, named in another order on each rank."""
-    model, logits = nn.Module(), {}
-    model.layers = nn.ModuleList()
-    for index, name in enumerate(("first", "second")):
-        mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=(name,))
-        attention = nn.Module()
-        for part in ("q_proj", "k_proj"):
-            module = nn.Module()
-            module.weight = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
-            setattr(attention, part, module)
-        attention.num_heads, attention.head_dim = 2, 2
-        block = nn.Module()
-        block.attn = attention
-        model.layers.append(block)
-        logits[f"layers.{index}.attn"] = (index + 1) * torch.tensor([1.0 + rank, 4.0 - rank])
-    names = sorted(logits, reverse=rank == 1)
-    gammas = qk_clip_(model, {name: logits[name] for name in names}, 1.0, per_head=2)
-    return {name: gamma.tolist() for name, gamma in sorted(gammas.items())}
-
-
-def test_logits_of_several_meshes_are_compared_in_one_order(run_on: Ranks) -> None:
-    """The logits of one attention clipped the other: both meshes have the group of the job."""
-    first, second = run_on(2)(clip_in_other_orders)
-    assert first == second == {"layers.0.attn": [0.5, 0.25], "layers.1.attn": [0.25, 0.125]}

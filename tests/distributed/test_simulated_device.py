@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from amo_dist import AMO, AMOConfig, param_groups
+from tests import runs
 from tests.distributed import models
 from tests.distributed import test_layouts_more as more
 from tests.distributed.harness import Ranks
 from tests.distributed.test_layouts_more import Shapes
 from tests.nccl import nccl
-from tests.oracle import Oracle
 from tests.simulated_device import simulated_device
 
 pytestmark = pytest.mark.slow
 
 LR, STEPS = 3e-3, 10
-FIELDS: dict[str, Any] = {
-    "observe_until": 4,
-    "observe_every": 2,
-    "sample_size": 2,
-    "transition_steps": 3,
-    "bucket_bytes": 256,
-    "ns_dtype": "float32",
-}
+FIELDS = runs.PHASES | {"bucket_bytes": 256, "ns_dtype": "float32"}
 LOCKED = FIELDS["observe_until"] + FIELDS["transition_steps"]
 """From here on schedules stay; in this very step matrices are dealt anew, which waits."""
 
@@ -71,8 +62,7 @@ def train(rank: int, world_size: int, layout: str) -> tuple[dict[str, Tensor], l
         optimizer = AMO(groups, lr=LR, config=config, process_group=group)
         counts = []
         for step in range(1, STEPS + 1):
-            for name, param in model.named_parameters():
-                param.grad = models.place_like(more.gradient(step, name, tuple(param.shape)), param)
+            more.set_gradients(model, step)
             for each in optimizer.param_groups:
                 each["lr"] = LR * step / STEPS  # a rate that changes costs no wait
             device.clear()
@@ -94,28 +84,14 @@ def train(rank: int, world_size: int, layout: str) -> tuple[dict[str, Tensor], l
     return params, counts, optimizer.phase
 
 
-def make_twin(shapes: Shapes) -> Oracle:
-    params: dict[str, Tensor] = {}
-    types: dict[str, str] = {}
-    for name, shape in shapes.items():
-        params |= more.by_matrix(name, models.initial(name, shape))
-        types |= {
-            name + view.suffix: view.operator_type for view in more.views_of(name, shape) or ()
-        }
-    return Oracle(params, types, AMOConfig(**FIELDS), lr=LR, weight_decay=0.1)
-
-
 @pytest.mark.parametrize(("layout", "num_ranks"), CASES)
 def test_every_layout_trains_on_devices(run_on: Ranks, layout: str, num_ranks: int) -> None:
     shapes = shapes_of(layout)
-    twin = make_twin(shapes)
+    twin = more.make_twin(shapes, FIELDS)
     for step in range(1, STEPS + 1):
         assert twin.adamw is not None
         twin.lr = twin.adamw.param_groups[0]["lr"] = LR * step / STEPS
-        grads: dict[str, Tensor | None] = {}
-        for name, shape in shapes.items():
-            grads |= more.by_matrix(name, more.gradient(step, name, shape))
-        twin.step(grads)
+        twin.step(more.gradients(step, shapes))
     seen = set()
     for params, counts, phase in run_on(num_ranks)(train, layout):
         assert phase == "locked"

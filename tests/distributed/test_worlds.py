@@ -23,7 +23,7 @@ from tests.distributed import models
 from tests.distributed.harness import GLOO_TIMEOUT, Ranks
 from tests.distributed.test_layouts_more import FIELDS as STAGE_FIELDS
 from tests.distributed.test_layouts_more import LR as STAGE_LR
-from tests.distributed.test_layouts_more import STAGES, STEPS, Outcome, check, gradient, place
+from tests.distributed.test_layouts_more import STAGES, STEPS, Outcome, check, place, set_gradients
 from tests.distributed.test_ranks import raised
 
 pytestmark = pytest.mark.slow
@@ -35,7 +35,7 @@ COPIES = {3: copy.deepcopy, 5: lambda both: pickle.loads(pickle.dumps(both))}
 
 def on_mesh(mesh: DeviceMesh | None) -> nn.Module:
     model = models.plain_model(models.shapes())
-    return model if mesh is None else models._fully_shard(model, mesh)
+    return model if mesh is None else models.shard(model, mesh)
 
 
 def train(model: nn.Module, seed: int, group: Any = None, *, copies: bool = False) -> Any:
@@ -158,8 +158,7 @@ def train_stage(model: nn.Module, ranks: Sequence[int], group: Any) -> Outcome:
         process_group=group,
     )
     for step in range(1, STEPS + 1):
-        for name, param in model.named_parameters():
-            param.grad = models.place_like(gradient(step, name, tuple(param.shape)), param)
+        set_gradients(model, step)
         optimizer.step()
     params = runs.weights(model)
     assert optimizer.world is not None
