@@ -7,7 +7,6 @@ import itertools
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -18,43 +17,30 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.nn.parallel import DistributedDataParallel
 
 from amo_dist import AMO, AMOConfig, param_groups
+from tests import runs
 from tests.distributed import models
 from tests.distributed.harness import Ranks
 
-W1 = "layers.0.feed_forward.w1.weight"
-SHAPES = {
-    "tok_embeddings.weight": (5, 8),
-    "layers.0.attention.wq.weight": (12, 8),
-    W1: (13, 8),
-    "norm.weight": (8,),
-}
-CONFIG = AMOConfig(observe_until=4, observe_every=2, sample_size=2, transition_steps=3)
+CONFIG = AMOConfig(**runs.PHASES)
 FLAGS = ("full_state_dict", "cpu_offload", "flatten_optimizer_state_dict", "broadcast_from_rank0")
 BOTH = {"full_state_dict", "flatten_optimizer_state_dict"}
 
 
 def make(layout: str, is_frozen: bool) -> tuple[nn.Module, nn.Module, AMO]:
     """What holds the model, the model, and its optimizer."""
-    model = models.make_model("fsdp" if layout == "fsdp" else "plain", SHAPES)
+    model = models.make_model("fsdp" if layout == "fsdp" else "plain", runs.SHAPES)
     if is_frozen:
-        model.get_parameter(W1).requires_grad_(False)
+        model.get_parameter(runs.W1).requires_grad_(False)
     holder = DistributedDataParallel(model) if layout == "ddp" else model
     group = dist.group.WORLD if layout == "ddp" else None
     return holder, model, AMO(param_groups(model), lr=1e-2, config=CONFIG, process_group=group)
-
-
-def train(model: nn.Module, optimizer: AMO, first: int, last: int) -> None:
-    frozen = frozenset(name for name, p in model.named_parameters() if not p.requires_grad)
-    for step in range(first, last + 1):
-        models.set_gradients(model, 1, step, missing=frozen)
-        optimizer.step()
 
 
 def goes_on_alike(layout: str, flags: dict[str, bool], **options: bool) -> bool:
     """Whether an optimizer that was saved and loaded with these options takes the same steps."""
     is_frozen = bool(options)
     holder, model, optimizer = make(layout, is_frozen)
-    train(model, optimizer, 1, 4)
+    runs.train(model, optimizer, 1, 4)
     read = StateDictOptions(**{**flags, "broadcast_from_rank0": False}, **options)
     state = copy.deepcopy(get_optimizer_state_dict(holder, optimizer, options=read))
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -69,10 +55,9 @@ def goes_on_alike(layout: str, flags: dict[str, bool], **options: bool) -> bool:
     twin.load_state_dict(model.state_dict())
     write = StateDictOptions(**flags, **options)
     set_optimizer_state_dict(twin_holder, other, state, options=write)
-    train(model, optimizer, 5, 6)
-    train(twin, other, 5, 6)
-    pairs = zip(model.parameters(), twin.parameters(), strict=True)
-    return all(torch.equal(models.whole(one), models.whole(two)) for one, two in pairs)
+    runs.train(model, optimizer, 5, 6)
+    runs.train(twin, other, 5, 6)
+    return runs.same(model, twin)
 
 
 def every_option(rank: int, world_size: int, layout: str) -> dict[Any, bool]:
@@ -116,7 +101,7 @@ def refusals(rank: int, world_size: int) -> list[str]:
         except (ValueError, KeyError) as error:
             errors.append(str(error))
         assert optimizer.control_state_dict() == before
-        train(model, optimizer, 1, 1)
+        runs.train(model, optimizer, 1, 1)
     return errors
 
 

@@ -10,14 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from amo_dist import AMOConfig, MuonConfig, param_groups
+from amo_dist import AMOConfig, Muon, MuonConfig, param_groups
 from amo_dist.optimizers.named import MUON_SCHEDULES, OPTIMIZER_NAMES, make_optimizer
 from amo_dist.optimizers.root import fit
 from amo_dist.schedule.coefficients import named_schedule
 from amo_dist.schedule.source import Fixed
 from amo_dist.schedule.types import MatrixInfo, Schedule
+from tests import runs
 from tests.distributed import models
 from tests.distributed.harness import Ranks
+from tests.distributed.test_ranks import raised
 from tests.oracle import AdaMuonOracle, NorMuonOracle, Oracle
 
 LR, WEIGHT_DECAY, STEPS, SEED = 3e-3, 0.1, 6, 11
@@ -38,19 +40,14 @@ def config(name: str) -> MuonConfig | None:
     return AMOConfig(**AMO_FIELDS, **fields) if name == "AMO" else MuonConfig(**fields)
 
 
-def train(
-    rank: int, world_size: int, layout: str, name: str, steps: int = STEPS
-) -> dict[str, Tensor]:
+def train(rank: int, world_size: int, layout: str, name: str) -> dict[str, Tensor]:
     model = models.make_model(layout, SHAPES)
     groups = param_groups(model)
     replicas = dist.group.WORLD if layout == "plain" and world_size > 1 else None
     optimizer = make_optimizer(
         name, groups, LR, WEIGHT_DECAY, config=config(name), process_group=replicas
     )
-    for step in range(1, steps + 1):
-        models.set_gradients(model, SEED, step)
-        optimizer.step()
-    return {name: models.whole(param) for name, param in model.named_parameters()}
+    return runs.train(model, optimizer, 1, STEPS, seed=SEED)
 
 
 def twin(name: str) -> dict[str, Tensor]:
@@ -98,8 +95,7 @@ def test_sums_over_whole_matrices_are_the_same_bits_on_shards(
 ) -> None:
     whole = train(0, 1, "plain", name)
     for params in run_on(ranks)(train, layout, name):
-        for key, value in whole.items():
-            assert torch.equal(params[key], value), key
+        assert runs.equal(params, whole)
 
 
 class FailingSource(Fixed):
@@ -112,17 +108,10 @@ class FailingSource(Fixed):
 
 
 def fail_to_bind(rank: int, world_size: int) -> str:
-    from amo_dist import Muon
-
     model = models.make_model("fsdp", SHAPES)
     source = FailingSource({}, named_schedule("kj").schedule)
     optimizer = Muon(param_groups(model), LR, schedule=source)
-    models.set_gradients(model, SEED, 1)
-    try:
-        optimizer.step()
-    except Exception as caught:
-        return f"{type(caught).__name__}: {caught}"
-    return "no error"
+    return raised(lambda: runs.train(model, optimizer, 1, 1))
 
 
 def test_a_source_that_fails_on_one_rank_fails_on_all(run_on: Ranks) -> None:

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from amo_dist import Muon, MuonConfig, Piece, UpdateRule, param_groups
 from amo_dist.engine.rule import AllSum
+from tests import runs
 from tests.distributed import models
 from tests.distributed.harness import Ranks
+from tests.distributed.test_ballot import held, is_unchanged, on, spoil
 from tests.examples import examples
-from tests.nccl import nccl
-from tests.simulated_device import simulated_device
 
 
 def muon_h() -> type[Muon]:
@@ -39,15 +39,11 @@ def train(
     model = models.make_model(layout, models.shapes(), device)
     optimizer = muon_h()(param_groups(model), lr=0.05, config=MuonConfig(**fields))
     before = norms(model)
-    for step in (1, 2):
-        models.set_gradients(model, 5, step)
-        optimizer.step()
+    runs.train(model, optimizer, 1, 2, seed=5)
     state = copy.deepcopy(optimizer.state_dict())
     optimizer = muon_h()(param_groups(model), lr=0.05, config=MuonConfig(**fields))
     optimizer.load_state_dict(state)
-    models.set_gradients(model, 5, 3)
-    optimizer.step()
-    weights = {name: models.whole(param) for name, param in model.named_parameters()}
+    weights = runs.train(model, optimizer, 3, 3, seed=5)
     numbers = {}
     for name, param in optimizer.params_by_name.items():
         if name in models.types():
@@ -75,9 +71,7 @@ def test_master_weights_keep_norms_below_the_spacing_of_bfloat16() -> None:
     optimizer = muon_h()(param_groups(model), lr=1e-4, config=config)
     params = optimizer.params_by_name
     before = {name: params[name].double().norm().item() for name in models.types()}
-    for step in range(1, 6):
-        models.set_gradients(model, 5, step)
-        optimizer.step()
+    runs.train(model, optimizer, 1, 5, seed=5)
     for name, norm in before.items():
         master = params[name].double() + optimizer.state[params[name]]["rounded_off"].double()
         # Five roundings of float32 weights, which move a norm by far less than one of bfloat16.
@@ -88,8 +82,7 @@ def test_a_rate_of_zero_leaves_weights_as_they_are() -> None:
     model = models.plain_model(models.shapes())
     before = copy.deepcopy(model.state_dict())
     optimizer = muon_h()(param_groups(model), lr=0.0)
-    models.set_gradients(model, 5, 1)
-    optimizer.step()
+    runs.train(model, optimizer, 1, 1, seed=5)
     for name, weight in model.state_dict().items():
         torch.testing.assert_close(weight, before[name], rtol=1e-6, atol=0)
 
@@ -106,27 +99,18 @@ def test_a_rule_without_hyperparameters_of_its_own_checks_groups_with_matrices()
 
 def bad_step_on_a_device(rank: int, world_size: int) -> None:
     """State of a rule and weights that it sets stay as they were."""
-    with simulated_device(), nccl():
+    with on("cuda"):
         model = models.make_model("fsdp", models.shapes(), "cuda")
         config = MuonConfig(nonfinite="skip_step")
         optimizer = muon_h()(param_groups(model), lr=0.05, config=config)
-        for step in (1, 2):
-            models.set_gradients(model, 5, step)
-            optimizer.step()
-        before = copy.deepcopy([*model.parameters()])
-        numbers = [v.clone() for s in optimizer.state.values() for v in s.values()]
+        runs.train(model, optimizer, 1, 2, seed=5)
+        before = held(model, optimizer)
         models.set_gradients(model, 5, 3)
         if rank == 0:
-            next(model.parameters()).grad.to_local().fill_(float("nan"))  # type: ignore[union-attr]
+            spoil(next(iter(models.types())), torch.nan)(model, optimizer)
         optimizer.step()
         optimizer.check_last_update()
-        for param, old in zip(model.parameters(), before, strict=True):
-            assert torch.equal(models.whole(param), models.whole(old))
-        after = [v for s in optimizer.state.values() for v in s.values()]
-        assert all(
-            torch.equal(models.whole(a), models.whole(b))
-            for a, b in zip(after, numbers, strict=True)
-        )
+        assert is_unchanged(before)
 
 
 def test_a_bad_step_changes_no_state_of_a_rule(run_on: Ranks) -> None:

@@ -21,6 +21,7 @@ from amo_dist.optimizers.named import MUON_SCHEDULES, OPTIMIZER_NAMES, make_opti
 from amo_dist.optimizers.root import fit
 from amo_dist.schedule.coefficients import named_schedule
 from amo_dist.schedule.types import Schedule
+from tests import runs
 from tests.distributed import models
 from tests.distributed.harness import Ranks
 from tests.distributed.test_layouts_more import by_matrix, gradient, place, views_of, world_mesh
@@ -196,7 +197,7 @@ def _train(world_size: int, case: Case) -> dict[str, Tensor]:
             grad = gradient(step, name, case.shapes[name]).to(param.dtype)
             param.grad = models.place_like(grad, param)
         optimizer.step()
-    return {name: models.whole(param) for name, param in model.named_parameters()}
+    return runs.weights(model)
 
 
 def twin(case: Case) -> dict[str, Tensor]:
