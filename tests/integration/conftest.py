@@ -12,5 +12,6 @@ from tests.integration import titan_ranks
 @pytest.fixture(scope="session")
 def titan() -> Iterator[titan_ranks.Server]:
     """Runs training through torchtitan on ranks that are forked, not started."""
-    with titan_ranks.server() as server:
-        yield server
+    server = titan_ranks.Server()
+    yield server
+    server.close()

@@ -40,9 +40,3 @@ class Recorder(Callback):
         assert record["loss"] > 0
         self.record("log_metrics", step)
         return {"tenfold_step": 10 * step}
-
-
-class Failing(Callback):
-    def after_step(self, step: int) -> None:
-        if (dist.get_rank(), step) == (1, 2):
-            raise KeyError("no such layer")

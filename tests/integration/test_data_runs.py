@@ -1,4 +1,4 @@
-"""Training on packed tokens: continued pre-training, and validation."""
+"""Validation on packed tokens, beside training."""
 
 from __future__ import annotations
 
@@ -14,57 +14,11 @@ from torchtitan_ext.tools.report.data import load_one
 
 pytestmark = pytest.mark.slow
 
-STEPS = 10
-
 
 def texts(count: int) -> list[str]:
     """The beginnings of modules of the standard library."""
     files = sorted(Path(json.__file__).parents[1].glob("*.py"))[:count]
     return [file.read_text(errors="ignore")[:4000] for file in files]
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Modules of the standard library in two shards, scored by their share of letters."""
-    library = texts(160)
-    tasks = [library[::2], library[1::2]]
-    scores = [[sum(map(str.isalpha, text)) / len(text) for text in task] for task in tasks]
-    return write_packed(tmp_path_factory.mktemp("corpus") / "packed", tasks, scores)
-
-
-def arguments(corpus: Path, *more: str) -> tuple[str, ...]:
-    return (
-        "--dataloader.dataset=packed",
-        f"--dataloader.dataset_path={corpus}",
-        f"--training.steps={STEPS}",
-        *more,
-    )
-
-
-def test_continued_pretraining_starts_from_the_weights_alone(
-    corpus: Path, titan: titan_ranks.Server, tmp_path: Path
-) -> None:
-    saving = ("--checkpoint.enable", "--checkpoint.interval=5")
-    whole = ("--checkpoint.no-last_save_model_only", *saving)
-    first = titan_ranks.Job(
-        2,
-        str(tmp_path / "first"),
-        arguments(corpus, "--dataloader.order=ascend", *whole),
-    )
-    base = titan.run(first)
-    load = f"--checkpoint.initial_load_path={base.folder}/checkpoint/step-{STEPS}"
-    second = titan_ranks.Job(
-        2,
-        str(tmp_path / "second"),
-        arguments(corpus, load, "--checkpoint.initial_load_model_only", *whole),
-    )
-    continued = titan.run(second)
-    losses = continued.losses()
-    assert sorted(losses) == list(range(1, STEPS + 1))  # momentum, schedule and data start anew
-    assert losses[1] < base.losses()[1] - 0.2  # and the weights do not
-    assert continued.records()[0]["phase"] == "observation"
-    state = continued.state(STEPS)
-    assert state["dataloader/sequence"] == 4 * STEPS
 
 
 def test_validation_reads_all_of_its_data_and_leaves_training_alone(

@@ -6,7 +6,6 @@ once, and then answers one JSON object a line. Ranks meet through a file, withou
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import json
@@ -18,7 +17,6 @@ import sys
 import time
 import types
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -185,16 +183,6 @@ def assert_same_end(found: Run, expected: Run, step: int) -> None:
     for key, value in states[1].items():
         other = states[0][key]
         assert torch.equal(other, value) if torch.is_tensor(value) else other == value, key
-
-
-@contextlib.contextmanager
-def server() -> Iterator[Server]:
-    """A server for as long as the context lasts."""
-    started = Server()
-    try:
-        yield started
-    finally:
-        started.close()
 
 
 # ------------------------------------------------------------------ in the server

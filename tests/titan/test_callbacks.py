@@ -33,9 +33,13 @@ def test_figures_that_cannot_be_read_back_are_named(
         Callbacks([f"{__name__}.Rank"]).figures(3, {"loss": 1.0})
 
 
-def test_an_error_of_a_callback_keeps_its_cause() -> None:
+def test_an_error_of_a_callback_names_its_rank_and_keeps_its_cause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
     callbacks = Callbacks([f"{__name__}.Rank"])
-    match = r"Rank.log_metrics failed on rank 0 at step .*Type"
+    match = r"Rank.log_metrics failed on rank 1 at step .*Type"
     with pytest.raises(CallbackError, match=match) as caught:
         callbacks.figures("three", {})  # type: ignore[arg-type]
     assert isinstance(caught.value.__cause__, TypeError)

@@ -110,7 +110,7 @@ def test_the_checkpoint_is_kept_where_that_is_asked_for(
     assert run.rates() == {OLD["lr"]}
 
 
-@pytest.mark.parametrize("name", ["Muon", "NorMuon"])
+@pytest.mark.parametrize("name", ["AMO", "Muon", "NorMuon"])
 def test_one_word_decides_about_settings_too(name: str) -> None:
     saved, section = Run(name, steps=2), MuonSection(momentum=0.5)
     with pytest.raises(ValueError, match=r"momentum: the checkpoint has 0\.95, this run has 0\.5"):

@@ -39,31 +39,6 @@ def elements(predicted: dict[str, Any], muon: bool) -> int:
 
 # ------------------------------------------------------------------ mistakes
 
-BROKEN = """
-[model]
-name = "qwen3"
-flavor = "Qwen3-9B"
-[training]
-steps = 100
-local_batch_size = 3
-global_batch_size = 10
-[optimizer]
-name = "AMO"
-lr = -1.0
-"""
-
-
-def test_every_mistake_is_listed_at_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "broken.toml"
-    path.write_text(BROKEN)
-    assert main(["preflight", str(path), "--world", "4", "--json"]) == 1
-    errors = json.loads(capsys.readouterr().out)["errors"]
-    assert {line.partition(":")[0] for line in errors} == {
-        *("optimizer.lr", "training.steps", "model.flavor", "training.global_batch_size"),
-    }
-
 
 def test_a_mistake_hides_nothing_that_is_known(capsys: pytest.CaptureFixture[str]) -> None:
     file = str(CONFIGS / "debug_llama3.toml")

@@ -207,15 +207,6 @@ def test_the_size_of_updates_is_the_optimizers_own_where_it_is_left_open(
     assert built(section).update_norm == expected
 
 
-@pytest.mark.parametrize("name", ["AMO", "Muon"])
-@pytest.mark.parametrize(
-    ("rule", "own"), [("use_config", "replan"), ("keep_checkpoint", "keep_checkpoint")]
-)
-def test_one_word_decides_about_changes(name: str, rule: str, own: str) -> None:
-    section = small(f"--optimizer.name={name}", f"--optimizer.on_config_change={rule}").optimizer
-    assert built(section).on_config_change == own
-
-
 def test_a_program_sets_shared_fields_for_both_sections() -> None:
     amo, muon = AMOConfig(momentum=0.5), MuonSection(momentum=0.5)
     with pytest.raises(ValueError, match=r"^optimizer\.amo\.momentum: "):
