@@ -28,7 +28,7 @@ def muon_h() -> type[Muon]:
 
 
 def norms(model: torch.nn.Module) -> dict[str, float]:
-    named = {name: models.whole(param) for name, param in model.named_parameters()}
+    named = runs.weights(model)
     return {name: named[name].double().norm().item() for name in models.types()}
 
 

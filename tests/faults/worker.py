@@ -27,18 +27,12 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from amo_dist import AMO, AMOConfig, param_groups
+from tests import runs
 from tests.distributed import models
 from torchtitan_ext import CheckpointReader, CheckpointWriter
 
 STEPS, SEED = 12, 5
-FIELDS: dict[str, Any] = {
-    "observe_until": 4,
-    "observe_every": 2,
-    "sample_size": 2,
-    "transition_steps": 3,
-    "bucket_bytes": 256,
-    "ns_guard_every": 1,
-}
+FIELDS = runs.PHASES | {"bucket_bytes": 256, "ns_guard_every": 1}
 SHAPES = {
     "tok_embeddings.weight": (5, 8),
     "layers.0.attention.wq.weight": (12, 8),
@@ -234,7 +228,7 @@ def train(rank: int, run: Run, folder: Path, resumed: Path | None = None) -> dic
         "first": first,
         "controls": controls,
         "schedules": schedules,
-        "params": {name: models.whole(param) for name, param in model.named_parameters()},
+        "params": runs.weights(model),
     }
 
 
