@@ -11,7 +11,7 @@ import pytest
 
 from tests.examples import ROOT
 from tests.titan.data_corpus import bpe_folder, build, packed, write_packed
-from tests.titan.test_optimizers import A2, config, model, muon
+from tests.titan.test_optimizers import A2, config, model
 from tests.titan.test_override import applied, llama3_debugmodel
 from torchtitan_ext.config import settings
 from torchtitan_ext.data.loader import ValidationLoader
@@ -20,6 +20,7 @@ from torchtitan_ext.plugin import models, optimizers
 from torchtitan_ext.plugin.callbacks import Callbacks
 from torchtitan_ext.plugin.checkpoints import CheckpointManager
 from torchtitan_ext.plugin.metrics import MetricsProcessor
+from torchtitan_ext.plugin.optimizers import MuonSection
 
 BPE = str(bpe_folder() / "bpe.tiktoken")
 JSON = str(bpe_folder() / "tokenizer.json")
@@ -42,7 +43,7 @@ def data(name: str = "packed", **fields: Any) -> None:
 
 
 def optimizer(name: str, **fields: str) -> None:
-    optimizers.validate(config(name, muon=muon(**fields)))
+    optimizers.validate(config(name, muon=MuonSection(**fields)))
 
 
 def groups(**fields: Any) -> None:

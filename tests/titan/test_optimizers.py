@@ -75,6 +75,13 @@ def train(container: Any, num_steps: int, first: int = 0) -> None:
         container.step()
 
 
+def groups_by_name(container: Any) -> dict[str, dict[str, Any]]:
+    """The parameter group of each parameter."""
+    names = {p: name for part in container.model_parts for name, p in part.named_parameters()}
+    groups = [group for optimizer in container.optimizers for group in optimizer.param_groups]
+    return {names[p]: group for group in groups for p in group["params"]}
+
+
 def weights(container: Any) -> dict[str, torch.Tensor]:
     return {
         name: p.detach() for part in container.model_parts for name, p in part.named_parameters()
@@ -179,7 +186,7 @@ def fused_model(num_heads: int = 4, num_kv_heads: int = 2, head_dim: int = 3) ->
 
 @pytest.mark.parametrize("name", ["Muon", "AMO"])
 def test_one_line_makes_a_matrix_of_each_head(name: str) -> None:
-    section = config(name, muon=muon(per_head=True))
+    section = config(name, muon=MuonSection(per_head=True))
     optimizers.validate(section)
     container = build([fused_model()], section)
     counts = Counter(container.optimizer.operator_types)
@@ -189,17 +196,10 @@ def test_one_line_makes_a_matrix_of_each_head(name: str) -> None:
 A2 = str(Path(__file__).parents[2] / "configs" / "schedules" / "a2.toml")
 
 
-def muon(**fields: Any) -> Any:
-    return MuonSection(**fields)
-
-
 def test_a_schedule_file_sets_the_steps_of_each_type() -> None:
-    section = config("Muon", muon=muon(schedule_file=A2))
+    section = config("Muon", muon=MuonSection(schedule_file=A2))
     container = build([model()], section)
-    for group in container.optimizer.param_groups:
-        for param in group["params"]:
-            param.grad = torch.ones_like(param)
-    container.step()
+    train(container, 1)
     assert run_log.phase_and_steps(container.optimizer)[1] == {"attn_q": 6}
 
 
@@ -225,26 +225,17 @@ def test_a_subclass_of_the_container_is_built_as_itself(name: str) -> None:
 @pytest.mark.parametrize("name", ["AMO", "Muon", "AdamW"])
 def test_groups_have_their_rates_and_decays(name: str) -> None:
     container = build([model()], config(name, **GROUPS))
-    names = {parameter: key for key, parameter in container.model_parts[0].named_parameters()}
-    for optimizer in container.optimizers:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                key = names[parameter]
-                factor = 1.0 if "wq" not in key else 0.5 if "layers.1" in key else 2.0
-                assert group["lr"] * group.get("lr_multiplier", 1.0) == pytest.approx(1e-2 * factor)
-                assert group["weight_decay"] == (0.0 if "norm" in key else 0.1)
+    for key, group in groups_by_name(container).items():
+        factor = 1.0 if "wq" not in key else 0.5 if "layers.1" in key else 2.0
+        assert group["lr"] * group.get("lr_multiplier", 1.0) == pytest.approx(1e-2 * factor)
+        assert group["weight_decay"] == (0.0 if "norm" in key else 0.1)
 
 
 @pytest.mark.parametrize("name", ["Muon", "AdamW"])
 def test_one_flag_spares_norms_biases_and_embeddings_the_decay(name: str) -> None:
     container = build([model()], config(name, no_decay=True))
-    names = {parameter: key for key, parameter in container.model_parts[0].named_parameters()}
-    decays = {
-        names[parameter]: group["weight_decay"]
-        for group in container.optimizer.param_groups
-        for parameter in group["params"]
-    }
-    assert {key for key, decay in decays.items() if decay} == {
+    groups = groups_by_name(container)
+    assert {key for key, group in groups.items() if group["weight_decay"]} == {
         f"layers.{layer}.attention.wq.weight" for layer in range(2)
     }
 
