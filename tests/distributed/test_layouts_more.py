@@ -38,6 +38,7 @@ FIELDS = runs.PHASES | {
     "bucket_bytes": 256,
 }
 PAPER, WIDE = {"planner": "paper"}, {"ns_dtype": "float32"}
+BALANCED = {"ownership": "balanced"}
 Shapes = dict[str, tuple[int, ...]]
 PATTERNS = {
     # Uneven grouped-query attention, in three pieces and interleaved by group.
@@ -283,6 +284,7 @@ CASES = [
     pytest.param(build_replicas, 3, WHOLE, PAPER, id="ddp-3"),
     pytest.param(partial(models.make_model, "fsdp", WHOLE), 2, WHOLE, {}, id="fsdp-2"),
     pytest.param(partial(models.make_model, "fsdp", WHOLE), 3, WHOLE, PAPER | WIDE, id="fsdp-3"),
+    pytest.param(partial(models.make_model, "fsdp", WHOLE), 3, WHOLE, BALANCED, id="balanced-3"),
     pytest.param(partial(models.make_model, "fsdp", WHOLE), 4, WHOLE, {}, id="fsdp-4"),
     pytest.param(partial(models.make_model, "hsdp", WHOLE), 4, WHOLE, PAPER, id="hsdp-2x2"),
     pytest.param(partial(models.make_model, "tp", WHOLE), 2, WHOLE, WIDE, id="tp-2"),
@@ -339,8 +341,3 @@ def test_replicas_of_fsdp_over_tensor_parallelism_equal_the_twin_bit_for_bit(
         assert first.sent
         for name, local in first.local.items():
             assert torch.equal(local, second.local[name])
-
-
-def test_balanced_owners_change_no_bit(run_on: Ranks) -> None:
-    fields = {**FIELDS, "ownership": "balanced"}
-    check(run_on(3)(train, partial(models.make_model, "fsdp", WHOLE), fields), WHOLE, fields)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -16,6 +15,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from amo_dist import Muon, MuonConfig, param_groups
 from amo_dist.distributed.bucket import BUCKETS_IN_FLIGHT, Bucket
+from tests import runs
 from tests.distributed import models
 from tests.distributed.harness import Ranks
 from tests.distributed.negation import Negation
@@ -112,32 +112,24 @@ def fail_once(rank: int, world_size: int) -> None:
     model, twin = (models.make_model("fsdp", models.shapes()) for _ in range(2))
     optimizer, other = (Muon(param_groups(each), lr=0.1, config=CONFIG) for each in (model, twin))
 
-    def step(of: torch.nn.Module, run: Callable[[], object], number: int) -> None:
-        models.set_gradients(of, 1, number)
-        run()
-
-    for number in (1, 2):
-        step(model, optimizer.step, number)
-        step(twin, other.step, number)
+    runs.train(model, optimizer, 1, 2)
+    runs.train(twin, other, 1, 2)
     under_way = buffers(optimizer)  # held, so that no other tensor gets their memory
     assert under_way
     with (
         mock.patch("amo_dist.engine.step.adamw", side_effect=KeyboardInterrupt("meanwhile")),
         pytest.raises(KeyboardInterrupt, match="meanwhile"),
     ):
-        step(model, optimizer.step, 3)
+        runs.train(model, optimizer, 3, 3)
     for group in other.param_groups:
         group["lr"] = 0.0
-    step(twin, other.step, 3)
+    runs.train(twin, other, 3, 3)
     for group in other.param_groups:
         group["lr"] = 0.1
-    step(model, optimizer.step, 4)
-    step(twin, other.step, 4)
-    matrices = set(models.types())
-    pairs = zip(model.named_parameters(), twin.parameters(), strict=True)
-    for (name, param), expected in pairs:
-        if name in matrices:
-            assert torch.equal(param.to_local(), expected.to_local()), name
+    weights = runs.train(model, optimizer, 4, 4)
+    expected = runs.train(twin, other, 4, 4)
+    for name in models.types():
+        assert torch.equal(weights[name], expected[name]), name
     storages = {each.untyped_storage().data_ptr() for each in under_way}
     assert storages.isdisjoint(each.untyped_storage().data_ptr() for each in buffers(optimizer))
 
