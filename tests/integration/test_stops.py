@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from pathlib import Path
@@ -56,3 +57,15 @@ def test_no_rank_outlives_the_command(tmp_path: Path, number: signal.Signals) ->
             break
         time.sleep(0.05)
     assert not Path(f"/proc/{rank}").exists()
+
+
+def test_a_stop_of_a_rank_of_plain_torchrun_is_saved_and_no_success(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", 2)
+    words = ["torchrun", "--nproc-per-node=2", "-m", "torchtitan_ext.train"]
+    words += [f"--job.config_file={CONFIG}", f"--dump_folder={run.folder}"]
+    words += ["--training.steps=4000", "--checkpoint.enable", "--metrics.log_freq=1"]
+    command = Command(words, tmp_path)
+    command.wait_until(run.losses)
+    os.kill(run.first_rank(), signal.SIGTERM)
+    command.end(1)
+    assert complete_steps(run.folder / "checkpoint")
