@@ -97,6 +97,7 @@ def problem(line: list[str]) -> str:
 
     out, err = io.StringIO(), io.StringIO()
     with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ))
         stack.enter_context(contextlib.redirect_stdout(out))
         stack.enter_context(contextlib.redirect_stderr(err))
         for name in STOPS:

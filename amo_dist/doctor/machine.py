@@ -145,7 +145,7 @@ def disk(site: Site, folder: Path) -> float:
         Bytes per second of writing.
 
     Raises:
-        Fault: Other bytes came back.
+        Fault: The folder takes no file, or other bytes came back.
     """
     data = os.urandom(2**26 if site.is_cuda else 2**20)
     path = folder / f".probe-{socket.gethostname()}-{site.rank}-{os.getpid()}"
@@ -156,10 +156,12 @@ def disk(site: Site, folder: Path) -> float:
             file.flush()
             os.fsync(file.fileno())
         seconds = time.perf_counter() - start
-        if path.read_bytes() != data:
-            raise Fault(f"{path}: found other bytes than were written")
-    finally:
-        path.unlink(missing_ok=True)
+        content = path.read_bytes()
+        path.unlink()
+    except OSError as error:
+        raise Fault(f"{folder}: found no folder that takes a file: {error}") from None
+    if content != data:
+        raise Fault(f"{path}: found other bytes than were written")
     return len(data) / seconds
 
 

@@ -97,6 +97,8 @@ def run(args: argparse.Namespace) -> int:
     nodes = args.nodes or 1
     if nodes > 1 and not args.head:
         raise ValueError("--head: found none, expected host:port of one of the nodes")
+    if args.restarts < 0:
+        raise ValueError(f"--restarts: found {args.restarts}, expected 0 or more")
     if args.numa_binding and not machine.num_gpus():
         raise ValueError(f"--numa-binding: found {args.numa_binding!r}, which needs GPUs")
     config = settings.load(arguments)
