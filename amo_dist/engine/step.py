@@ -278,8 +278,9 @@ class Engine:
         self._owner_epoch: Hashable = None
         self._exchanges: list[Exchange] = []
         """Exchanges of training, which serve step after step."""
-        self._last_exchanges: list[Exchange] = []
-        """Exchanges of the last step, for figures."""
+        self._sent: list[tuple[Mapping[int, int], int]] = []
+        """Elements sent to each peer, and bytes of an element, by exchange of the last step. The
+        exchanges themselves would keep the memory of a measurement until the next step."""
         self._norms: list[tuple[float, Tensor]] = []
         """`Step.norms` of the last step, for metrics."""
 
@@ -354,7 +355,7 @@ class Engine:
         """
         if orders.owner_epoch != self._owner_epoch:
             self._assign_owners(orders)
-        self._last_exchanges = list(self._exchanges)
+        self._sent = [(exchange.sent, exchange.itemsize) for exchange in self._exchanges]
         params = [
             LocalParam(param, self.state[param.tensor], grad)
             for param, grad in zip(self.parameters.params, verdict.grads, strict=True)
@@ -676,7 +677,7 @@ class Engine:
 
     def gather_momentum(self, step: Step, measurement: Measurement) -> Iterator[tuple[int, Tensor]]:
         """Gather momentum to measure: index and whole matrix of each that this rank gets."""
-        self._last_exchanges += measurement.exchanges
+        self._sent += [(exchange.sent, exchange.itemsize) for exchange in measurement.exchanges]
         buckets = [exchange.buckets for exchange in measurement.exchanges]
         for bucket in itertools.chain.from_iterable(buckets):
             self._pack_momentum(step, bucket.outgoing)
@@ -731,9 +732,9 @@ class Engine:
     def sent_bytes_by_peer(self) -> dict[int, int]:
         """Bytes of matrices that this rank sent in the last step, by global rank of the peer."""
         total = Counter[int]()
-        for exchange in self._last_exchanges:
-            for peer, count in exchange.sent.items():
-                total[peer] += count * exchange.itemsize
+        for sent, itemsize in self._sent:
+            for peer, count in sent.items():
+                total[peer] += count * itemsize
         return dict(total)
 
     def metrics(self) -> dict[str, float]:
@@ -741,7 +742,7 @@ class Engine:
         bounded = sum(
             int(((norms > 0) & (norms < least)).sum().item()) for least, norms in self._norms
         )
-        elements = sum(sum(exchange.sent.values()) for exchange in self._last_exchanges)
+        elements = sum(sum(sent.values()) for sent, _ in self._sent)
         return {
             "newton_schulz/bounded": float(bounded),
             "exchange/sent_bytes": float(sum(self.sent_bytes_by_peer().values())),

@@ -71,12 +71,12 @@ def train(rank: int, world_size: int, layout: str) -> tuple[dict[str, Tensor], l
                 assert (step, device.waits) == (step, {})
                 counts.append(device.operations.total())
             checks.check_waited()
+            states = [value for state in optimizer.state.values() for value in state.values()]
+            grads = [param.grad for param in model.parameters()]
+            kept = [getattr(x, "_local_tensor", x) for x in (*model.parameters(), *grads, *states)]
+            # Flags and norms of the step; the smallest bucket takes 256 bytes in each direction.
+            assert device.held_bytes(without=kept) < 256, step
         optimizer.check_last_update()
-        states = [value for state in optimizer.state.values() for value in state.values()]
-        grads = [param.grad for param in model.parameters()]
-        kept = [getattr(x, "_local_tensor", x) for x in (*model.parameters(), *grads, *states)]
-        # Flags and norms of the last step; the smallest bucket takes 256 bytes in each direction.
-        assert device.held_bytes(without=kept) < 256
         # One ballot a step, and one sum an observation or residual.
         assert checks.calls["all_reduce"] <= 2 * STEPS
         named = model.named_parameters()
