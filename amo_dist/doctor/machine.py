@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import socket
@@ -156,12 +157,13 @@ def disk(site: Site, folder: Path) -> float:
             file.flush()
             os.fsync(file.fileno())
         seconds = time.perf_counter() - start
-        content = path.read_bytes()
-        path.unlink()
+        if path.read_bytes() != data:
+            raise Fault(f"{path}: found other bytes than were written")
     except OSError as error:
         raise Fault(f"{folder}: found no folder that takes a file: {error}") from None
-    if content != data:
-        raise Fault(f"{path}: found other bytes than were written")
+    finally:
+        with contextlib.suppress(OSError):  # of a folder that took none
+            path.unlink()
     return len(data) / seconds
 
 

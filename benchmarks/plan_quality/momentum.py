@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from amo_dist import AMO, AMOConfig, Muon, MuonConfig, param_groups
+from amo_dist.kernels.elementwise import apply_update, nesterov, update_momentum
 from amo_dist.schedule.polar_express import schedule_for
 from benchmarks.plan_quality import data, train
 from benchmarks.plan_quality.model import ARCHITECTURES, Decoder
@@ -161,11 +162,16 @@ def build(model: Decoder, run: Run) -> torch.optim.Optimizer:
 def take_signs(optimizer: torch.optim.Optimizer, form: Form) -> None:
     """Update matrices by the signs of what a step would orthogonalize; the step leaves them."""
     for group in optimizer.param_groups:
-        for param in group["params"] if group["algorithm"] == "muon" else ():
-            momentum = optimizer.state[param]["momentum_buffer"]
-            momentum.mul_(form.decay).add_(param.grad)
-            signs = (param.grad + form.weight * momentum).sign()
-            param.mul_(1 - group["lr"] * group["weight_decay"]).sub_(signs, alpha=0.2 * group["lr"])
+        if group["algorithm"] != "muon":
+            continue
+        params, rates = group["params"], {"lr": group["lr"], "weight_decay": group["weight_decay"]}
+        grads = [param.grad for param in params]
+        buffers = [optimizer.state[param]["momentum_buffer"] for param in params]
+        update_momentum(buffers, grads, form.decay)
+        nesterov(buffers, grads, form.weight, grads)
+        signs = torch._foreach_sign(grads)
+        apply_update(params, signs, **rates, scales=[0.2] * len(params))
+        for param in params:
             param.grad = None
 
 

@@ -12,6 +12,7 @@ import pytest
 from torchtitan.config import ConfigManager
 
 from amo_dist import AMOConfig
+from benchmarks.amo_paper.resolve import fields
 from tests.distributed import models
 from torchtitan_ext import config_registry, train
 from torchtitan_ext.config import checks, files, settings, values
@@ -87,16 +88,8 @@ def test_values_of_a_file_have_their_types(tmp_path: Path) -> None:
     assert config.override.imports == ["m.f", ("m.h", {"b": [1, 2]})]
 
 
-def fields(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    named: dict[str, Any] = {}
-    for name, value in section.items():
-        is_section = isinstance(value, dict)
-        named |= fields(value, f"{prefix}{name}.") if is_section else {prefix + name: value}
-    return named
-
-
 def test_every_field_of_every_section_is_read_from_a_file(tmp_path: Path) -> None:
-    defaults = fields(values.plain(Trainer.Config()))
+    defaults = dict(fields(values.plain(Trainer.Config())))
     follow = {*(f"optimizer.amo.{name}" for name in SHARED), "optimizer.muon.update_norm"}
     written = {
         name: value
@@ -104,7 +97,7 @@ def test_every_field_of_every_section_is_read_from_a_file(tmp_path: Path) -> Non
         if isinstance(value, (bool, int, float, str)) and name not in follow
     } | {"model.name": "llama3", "model.flavor": "tiny", "training.steps": 9999}
     text = "".join(f"{name} = {json.dumps(value)}\n" for name, value in written.items())
-    read = fields(values.plain(parse(tmp_path, text)))
+    read = dict(fields(values.plain(parse(tmp_path, text))))
     follow = {name for name in written if name.endswith((".tokens", ".global_vocab_size"))}
     assert {name: read[name] for name in written.keys() - follow} == {
         name: value for name, value in written.items() if name not in follow

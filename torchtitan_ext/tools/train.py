@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
     config, problems = validate_config(config, ranks * nodes, memory_gb)
     problems = problems or missing_on_this_machine(config)
     if problems:
-        raise ValueError("\n".join(problems))
+        raise ValueError("\n".join(dict.fromkeys(problems)))
     folder = Path(config.dump_folder)
     if args.newest_step:
         print(max(complete_steps(folder / config.checkpoint.folder), default=0))
