@@ -8,6 +8,8 @@ standard form's error on average, and 4.4 of it at most.
 
 from __future__ import annotations
 
+import statistics
+
 import pytest
 import torch
 from torch import Tensor
@@ -16,17 +18,64 @@ from amo_dist.kernels.newton_schulz import run_steps, safe_sizes, standard
 from amo_dist.schedule.coefficients import named_schedule
 from amo_dist.schedule.polar_express import schedule_for
 from amo_dist.schedule.types import Schedule
+from tests.unit.test_ns_backends import relative
+
+M, N = 128, 256
+
+
+def inputs() -> dict[str, Tensor]:
+    """Float64, Frobenius norm below one, by the kind of spectrum."""
+    generator = torch.Generator().manual_seed(0)
+    gaussian = torch.randn(M, N, generator=generator, dtype=torch.float64)
+    i = torch.arange(M, dtype=torch.float64)
+    spectra = {"flat": torch.ones(M, dtype=torch.float64)}
+    spectra |= {f"decades {k}": 10 ** (-k * i / M) for k in (1, 3, 5)}
+    spectra |= {f"power {k}": (1 + i) ** -k for k in (0.5, 1, 2)}
+    for count in (1, 3, M // 3):
+        for rest in (0.3, 0.1, 0.01, 0.0):
+            spectra[f"{count} above {rest}"] = torch.where(i < count, 1.0, rest)
+    u, _, v = torch.linalg.svd(gaussian, full_matrices=False)
+    found = {"gaussian": gaussian, **{name: u * s @ v for name, s in spectra.items()}}
+    # Left singular vectors close to unit vectors: roundings of A do not average out.
+    found |= {f"rows of {name}": s[:, None] * gaussian for name, s in spectra.items()}
+    return {name: x / (1.01 * x.norm()) for name, x in found.items()}
+
+
+MATRICES = inputs()
+
 
 NAMES = ("kj", "you", "pe", "turbo", "cans")
 
-SCHEDULES: dict[str, Schedule] = {name: named_schedule(name).schedule for name in NAMES}
-SCHEDULES |= {
+
+@pytest.mark.parametrize("name", NAMES)
+def test_named_schedules_are_as_exact(name: str) -> None:
+    """Errors of both forms in float32 against float64, relative to the norm of the result."""
+    coefficients = named_schedule(name).schedule.coefficients
+    single, pairs = [], []
+    sizes = [2] * (len(coefficients) // 2) + [1] * (len(coefficients) % 2)
+    for x in MATRICES.values():
+        narrow = x.float()
+        exact = standard(narrow.double(), coefficients)
+        single.append(relative(standard(narrow, coefficients), exact))
+        pairs.append(relative(run_steps(narrow, coefficients, sizes), exact))
+    ratios = [of_pairs / of_single for of_pairs, of_single in zip(pairs, single, strict=True)]
+    assert max(ratios) < MOST, dict(zip(MATRICES, ratios, strict=True))
+    assert statistics.geometric_mean(ratios) < MEAN
+    assert max(pairs) < GREATEST * max(single)
+
+
+MOST, MEAN, GREATEST = 20, 2.5, 2.5
+"""Measured: 16, of 2e-5, for an ell of 1e-5 and seven steps; 2.4 and 2.2, for two steps."""
+
+
+NARROW: dict[str, Schedule] = {name: named_schedule(name).schedule for name in NAMES}
+NARROW |= {
     f"{ell:.0e} in {steps}": schedule_for(ell, steps)
     for steps in range(3, 9)
     for ell in (1e-1, 1e-2, 1e-3, 1e-4, 1e-5)
 }
 NUM_MATRICES = 144
-"""Matrices of each schedule and dtype: 15,120 for 35 schedules in three dtypes."""
+"""Matrices of each schedule and dtype: 10,080 for 35 schedules in two dtypes."""
 ROWS, COLUMNS = 16, 40
 
 
@@ -86,16 +135,16 @@ def errors(results: Tensor, exact: Tensor) -> Tensor:
     return torch.linalg.vector_norm(results.double() - exact, dim=dims) / norm
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_safe_pairs_never_diverge(
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", NARROW)
+def test_safe_pairs_of_16_bits_never_diverge(
     name: str, dtype: torch.dtype, bases: tuple[Tensor, Tensor, Tensor]
 ) -> None:
     # Pairs throughout gave NaN for up to a fifth of decaying rows in bfloat16, and singular values
     # of 1e3 for one matrix in a hundred: what exceeds one by 1 % diverges in the steps that follow.
-    schedule = SCHEDULES[name]
+    schedule = NARROW[name]
     coefficients = schedule.coefficients
-    x = hostile(bases, seed=list(SCHEDULES).index(name)).div(schedule.norm_scale).to(dtype)
+    x = hostile(bases, seed=list(NARROW).index(name)).div(schedule.norm_scale).to(dtype)
     sizes = safe_sizes(coefficients, torch.finfo(dtype).eps)
     exact = standard(x.double(), coefficients)
     results = run_steps(x, coefficients, sizes)
