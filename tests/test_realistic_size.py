@@ -88,7 +88,6 @@ def test_plans_of_64_ranks_for_a_70b_model() -> None:
         )
         for rank in (0, 1, NUM_RANKS - 1)
     ]
-    assert len({plan.digest for plan in plans}) == 1
     for plan in plans:
         assert len(plan.buckets) > 1
         received = [sum(map(count_elements, bucket.from_holders)) for bucket in plan.buckets]

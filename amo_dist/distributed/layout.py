@@ -35,7 +35,7 @@ class TensorLayout:
         intervals_by_rank: For each rank and dim, the global intervals whose concatenation is
             that dim of the rank's local tensor.
         replicas: Groups of ranks; the ranks of each group together hold each element once.
-        key: Text that tells this layout from any other, for digests.
+        key: Text that tells this layout from any other, for comparison among ranks.
     """
 
     shape: tuple[int, ...]
@@ -96,7 +96,6 @@ class Matrix:
         ranks: Global ranks of the mesh, in the mesh's order.
         regions_by_rank: Regions by rank; ranks that hold nothing of the matrix are absent.
         replicas: Groups of ranks, as in `TensorLayout`.
-        key: Text that tells this layout from any other, for digests.
     """
 
     name: str
@@ -106,7 +105,6 @@ class Matrix:
     ranks: tuple[int, ...]
     regions_by_rank: Mapping[int, tuple[Region, ...]]
     replicas: tuple[tuple[int, ...], ...]
-    key: str
 
     @property
     def num_elements(self) -> int:
@@ -281,30 +279,13 @@ def zeros_per_slice(param: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
     dims = [len(shape) + dim for dim in dims]
     for index in dims:
         shape[index] = local_shape[index] = 1
-    placements: Placements = ()
-    if isinstance(param, DTensor):
-        placements = tuple(
-            Replicate() if isinstance(p, Shard) and p.dim % len(shape) in dims else p
-            for p in param.placements
-        )
-    return _zeros_beside(param, shape, local_shape, placements)
-
-
-def zeros_per_view(param: torch.Tensor, num_views: int) -> torch.Tensor:
-    """float32 zeros, one for each matrix in a parameter, replicated over the parameter's mesh."""
-    placements: Placements = ()
-    if isinstance(param, DTensor):
-        placements = (Replicate(),) * param.device_mesh.ndim
-    return _zeros_beside(param, [num_views], [num_views], placements)
-
-
-def _zeros_beside(
-    param: torch.Tensor, shape: list[int], local_shape: list[int], placements: Placements
-) -> torch.Tensor:
-    """float32 zeros on the device of a parameter, and on its mesh if it has one."""
     zeros = torch.zeros(local_shape, dtype=torch.float32, device=param.device)
     if not isinstance(param, DTensor):
         return zeros
+    placements = tuple(
+        Replicate() if isinstance(p, Shard) and p.dim % len(shape) in dims else p
+        for p in param.placements
+    )
     stride = torch.empty(shape, device="meta").stride()
     size, mesh = torch.Size(shape), param.device_mesh
     made = DTensor.from_local(zeros, mesh, placements, run_check=False, shape=size, stride=stride)
@@ -426,7 +407,6 @@ def make_matrix(
         ranks=layout.ranks,
         regions_by_rank=regions,
         replicas=layout.replicas,
-        key=f"{name}: {tuple(boxes)} along {dim} of {layout.key}",
     )
 
 

@@ -9,9 +9,8 @@ the buckets in flight bound the memory.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from amo_dist.distributed.layout import Matrix, Region
@@ -43,9 +42,9 @@ def assign(
     matrices: Sequence[Matrix],
     costs: Sequence[float],
     *,
-    indices: Iterable[int] | None = None,
+    indices: Sequence[int] | None = None,
     ownership: str = "round_robin",
-    first_owner: int | None = None,
+    returns: bool = True,
 ) -> list[Job]:
     """Assign matrices to owner ranks, separately for each set of ranks that shares some.
 
@@ -62,8 +61,7 @@ def assign(
         ownership: ``round_robin``, or ``balanced``: the longest job first to the rank with the
             least work, ties by name, unless round robin's greatest load is as low; loads are those
             of the set.
-        first_owner: Number of the candidate at which round robin begins, counted around, where
-            matrices are only measured. None: it begins at the first, and owners send results back.
+        returns: Whether owners send results back; False where matrices are only measured.
 
     Returns:
         A job for each of ``indices``, in their order.
@@ -77,7 +75,7 @@ def assign(
     candidates = [known[id(matrix.regions_by_rank)] for matrix in matrices]
     owners: dict[int, int] = {}
     for own in by_ranks.values():
-        choice = _round_robin(own, candidates, first_owner or 0)
+        choice = _round_robin(own, candidates)
         if ownership == "balanced":
             # Matrices with one candidate come first: the others fill up around them.
             order = sorted(own, key=lambda i: (len(candidates[i]) > 1, -costs[i], matrices[i].name))
@@ -90,7 +88,7 @@ def assign(
     for index in sorted(owners):
         matrix, owner = matrices[index], owners[index]
         sources = next(replica for replica in matrix.replicas if owner in replica)
-        jobs.append(Job(index, owner, sources, matrix.ranks if first_owner is None else ()))
+        jobs.append(Job(index, owner, sources, matrix.ranks if returns else ()))
     return jobs
 
 
@@ -108,15 +106,13 @@ def _candidates(matrix: Matrix) -> tuple[int, ...]:
     return tuple(whole) or tuple(matrix.ranks)
 
 
-def _round_robin(
-    indices: Sequence[int], candidates: Sequence[tuple[int, ...]], first_owner: int
-) -> dict[int, int]:
+def _round_robin(indices: Sequence[int], candidates: Sequence[tuple[int, ...]]) -> dict[int, int]:
     """Owner by matrix: candidates in turn; each list of candidates has a turn of its own."""
     owners: dict[int, int] = {}
     turns = Counter[tuple[int, ...]]()
     for index in indices:
         ranks = candidates[index]
-        owners[index] = ranks[(first_owner + turns[ranks]) % len(ranks)]
+        owners[index] = ranks[turns[ranks] % len(ranks)]
         turns[ranks] += 1
     return owners
 
@@ -161,14 +157,12 @@ class ExchangePlan:
         peers: Global ranks, in the order of the process group.
         buckets: Buckets that travel: the same number, in the same order, on every peer.
         local: This rank's buckets of matrices that need no communication.
-        digest: Hash that is equal on all peers if and only if their plans fit together.
     """
 
     rank: int
     peers: tuple[int, ...]
     buckets: tuple[BucketPlan, ...]
     local: tuple[BucketPlan, ...]
-    digest: str
 
     def num_sent(self) -> Counter[int]:
         """Elements that this rank sends to each other peer in a step, in both directions."""
@@ -204,16 +198,11 @@ def plan_exchange(
     own = [job for job in jobs if job.owner == rank and _is_local(job, matrices[job.matrix])]
     most = bucket_bytes // itemsize
     moving_groups, local_groups = (_group(part, matrices, most) for part in (moving, own))
-    lines = [str(tuple(peers))]
-    for group in moving_groups:
-        lines.append("bucket")
-        lines += [f"{matrices[job.matrix].key} by {job.owner}" for job in group]
     return ExchangePlan(
         rank=rank,
         peers=tuple(peers),
         buckets=tuple(_plan_bucket(matrices, rank, peers, group) for group in moving_groups),
         local=tuple(_plan_bucket(matrices, rank, peers, group) for group in local_groups),
-        digest=hashlib.sha256("\n".join(lines).encode()).hexdigest(),
     )
 
 

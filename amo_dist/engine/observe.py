@@ -9,9 +9,9 @@ from itertools import chain, islice
 import torch
 from torch import Tensor
 
-from amo_dist.distributed.ranks import check_alike, failure_text, sum_over
+from amo_dist.distributed.ranks import sum_over
 from amo_dist.engine.step import Engine, Measurement, Step
-from amo_dist.kernels.spectrum import distances, ns_residual, spectrum
+from amo_dist.kernels.spectrum import distances, spectrum
 from amo_dist.schedule.types import MatrixInfo, Schedule
 
 GUARD_BOUND = 1.1
@@ -47,62 +47,44 @@ def measure_spectrum(
     return torch.cat([ell.view(1), ell.new_full((1,), float(is_clamped)), errors])
 
 
-def measure_residual(momentum: Tensor, schedule: Schedule, engine: Engine) -> Tensor:
-    """Residual of one matrix as training orthogonalizes it, ``(1,)``; NaN for a zero matrix.
-
-    Args:
-        momentum: Shape ``(m, n)``, float32 or float64.
-        schedule: Schedule of the matrix.
-        engine: Engine of the training.
-    """
-    update = engine.newton_schulz(momentum.to(engine.wire), schedule)
-    # A matrix without a gradient is zero, and its residual says nothing.
-    is_zero = ~(update != 0).any()
-    return ns_residual(update).masked_fill(is_zero, math.nan).view(1)
-
-
-def observe(engine: Engine, step: Step | None, measurement: Measurement) -> None:
+def observe(engine: Engine, step: Step, measurement: Measurement) -> dict[str, list[float]]:
     """Measure matrices after a step, each on the rank that gets it; a collective over the world.
 
-    One reduction brings the values of all ranks together, and whether a rank has failed.
+    If that fails on one rank, all raise at their next vote.
 
     Args:
         engine: Engine that has run the step.
-        step: The step; None if it was skipped, and nothing is measured.
+        step: The step.
         measurement: Matrices and what to measure of them.
 
-    Raises:
-        RuntimeError: On every rank, where measuring has failed on one; names it and its error.
+    Returns:
+        Values of each matrix by its name, the same on all ranks; the first is NaN where it is zero
+        or was not measured.
     """
-    world = engine.world
-    values, failure = ({}, "") if step is None else _measure(engine, step, measurement)
-    nothing = [0.0] * measurement.width
-    rows = [values.get(name, nothing) for name in measurement.names]
-    *summed, num_failed = sum_over([*chain.from_iterable(rows), float(bool(failure))], world.group)
-    agreed = iter(summed)
-    by_name = {name: list(islice(agreed, measurement.width)) for name in measurement.names}
-    measurement.take({name: [ell or math.nan, *errors] for name, (ell, *errors) in by_name.items()})
-    if num_failed:
-        check_alike("measurements", failure, world.group)
-
-
-def _measure(
-    engine: Engine, step: Step, measurement: Measurement
-) -> tuple[dict[str, list[float]], str]:
-    """The values that count of this rank, by name, and its first failure."""
-    values, failure, world = dict[str, list[float]](), "", engine.world
+    world, values = engine.world, dict[str, list[float]]()
     for index, momentum in engine.gather_momentum(step, measurement):
         name = engine.parameters.matrices[index].name
         try:
-            row = measurement.measure(momentum, step.schedules[index]).tolist()
+            row = measurement.measure(momentum).tolist()
         except Exception as error:
-            if world.group is None:
-                raise
-            failure = failure or failure_text(f"step {step.number}: measuring {name}", error)
-        else:
-            if world.rank in world.reporting_ranks[name]:
-                values[name] = row
-    return values, failure
+            part = f"step {step.orders.step}: measuring {name}"
+            engine.ballots.report_failure(part, error)
+            continue
+        if world.rank in world.reporting_ranks[name]:
+            values[name] = row
+    nothing = [0.0] * measurement.width
+    rows = [values.get(name, nothing) for name in measurement.names]
+    agreed = iter(sum_over([*chain.from_iterable(rows)], world.group))
+    by_name = {name: list(islice(agreed, measurement.width)) for name in measurement.names}
+    return {name: [ell or math.nan, *errors] for name, (ell, *errors) in by_name.items()}
+
+
+def agreed_residual(engine: Engine, step: Step) -> float:
+    """The residual of the matrix to check; a collective over the world."""
+    name, world, own = step.orders.checked, engine.world, 0.0
+    if step.residual is not None and world.rank in world.reporting_ranks[name or ""]:
+        own = step.residual.item()
+    return sum_over([own], world.group)[0]
 
 
 def matrix_to_check(registry: Sequence[MatrixInfo], step: int, every: int) -> str | None:

@@ -115,13 +115,12 @@ class Piece:
         scale: Factor on the update beside the learning rate.
         group: Parameter group, with the rule's own hyperparameters.
         local: The local parameter.
-        view_index: Index of the matrix among those of its parameter.
 
     Attributes:
         weight: This box of the parameter before the step; read only.
         momentum: This box of the momentum; read only.
-        state: This box of each state tensor of the rule, by name, for `UpdateRule.post`; 0-dim for
-            those of `UpdateRule.scalar_state`. A rule replaces values in this dict, never in place.
+        state: This box of each state tensor of the rule, by name, for `UpdateRule.post`. A rule
+            replaces values in this dict, never in place.
     """
 
     state: dict[str, Tensor]
@@ -133,10 +132,9 @@ class Piece:
         scale: float,
         group: Mapping[str, Any],
         local: LocalParam,
-        view_index: int,
     ) -> None:
         self.matrix, self.region, self.scale, self.group = matrix, region, scale, group
-        self.local, self.view_index = local, view_index
+        self.local = local
         self.weight = region.view(local.weight)
         self.momentum = region.view(local.state[MOMENTUM])
 
@@ -144,7 +142,7 @@ class Piece:
         """Views of the rule's state tensors, by name."""
         box, shape = self.region.source, self.local.weight.shape
         return {
-            name: value[self.view_index] if value.dim() == 1 else cut_like(value, box, shape)
+            name: cut_like(value, box, shape)
             for name, value in self.local.state.items()
             if name not in (MOMENTUM, ROUNDED_OFF)
         }

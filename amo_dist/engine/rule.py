@@ -48,8 +48,6 @@ class UpdateRule:
     defaults: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     """Hyperparameters of the rule: keywords of the optimizer, and keys of its groups. ``lr``,
     ``weight_decay``, ``betas`` and ``eps`` take the place of the optimizer's own defaults."""
-    scalar_state: ClassVar[tuple[str, ...]] = ()
-    """Names of state with one float32 number for each matrix, 0 at first."""
     sum_dtype: ClassVar[torch.dtype] = torch.float64
     """Dtype of the sums. Integers add up to the same bits however a matrix is cut; floats do
     not."""
@@ -120,9 +118,7 @@ class UpdateRule:
         Args:
             results: Orthogonalized momentum of each piece, in the dtype in which it travels; may be
                 overwritten.
-            pieces: The pieces; `post` replaces values of their `Piece.state`. A rule with
-                `scalar_state` also gets an empty piece of each matrix that this rank shares and
-                holds nothing of, so that all ranks keep the same numbers.
+            pieces: The pieces; `post` replaces values of their `Piece.state`.
             allsum: Adds up over whole matrices; a collective, called as often as `sums` has
                 entries. Takes a share for each piece, 1-D in `sum_dtype`, or None.
 

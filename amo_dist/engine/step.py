@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import (
@@ -52,14 +51,13 @@ from amo_dist.distributed.bucket import (
     make_buckets,
     on_host,
 )
-from amo_dist.distributed.layout import Region, flattened, zeros_per_view
+from amo_dist.distributed.layout import Region, flattened
 from amo_dist.distributed.plan import assign, plan_exchange
 from amo_dist.distributed.ranks import (
     GroupLike,
     Membership,
-    compare,
+    check_alike,
     failure_text,
-    gather_json,
 )
 from amo_dist.engine.ballot import Ballots, Verdict
 from amo_dist.engine.hyperparameters import describe_group, learning_rate, momentum_of
@@ -86,6 +84,7 @@ from amo_dist.kernels.elementwise import (
 )
 from amo_dist.kernels.newton_schulz import EXACT_NORM_BOUND, orthogonalize, scale_to_exact_norm
 from amo_dist.kernels.quack import library
+from amo_dist.kernels.spectrum import ns_residual
 from amo_dist.schedule.allocate import ns_step_flops
 from amo_dist.schedule.types import Schedule
 
@@ -96,36 +95,29 @@ State: TypeAlias = MutableMapping[Tensor, dict[str, Tensor]]
 class Exchange(NamedTuple):
     """The buckets of one set of ranks that shares matrices with this one."""
 
-    digest: str
-    """Digest of the plan, the same on all of these ranks."""
     buckets: list[Bucket]
     """Buckets, in the order in which they travel."""
     memory: Memory
     """Memory of the buckets."""
-    sent: Mapping[int, int]
-    """Elements sent to each other peer in a step."""
-    itemsize: int
-    """Bytes of an element."""
+    sent_bytes: Mapping[int, int]
+    """Bytes sent to each other peer in a step."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Measurement:
-    """A measurement of some matrices, made by one rank that has each of them whole.
+    """A measurement of the momentum of some matrices, each by one rank that has it whole.
 
     Attributes:
         names: Names of the matrices to measure.
         exchanges: Exchanges that bring each to its rank, in float32; made for this step alone.
-        measure: Called with a matrix's momentum ``(m, n)`` and its schedule; the result is 1-D.
+        measure: Called with a matrix's momentum ``(m, n)``; the result is 1-D.
         width: Number of values of each matrix.
-        take: Called with the values by name on all ranks, before a failure is raised. The first
-            value is NaN where it is zero or was not measured, as in a skipped step.
     """
 
     names: Sequence[str]
     exchanges: Sequence[Exchange]
-    measure: Callable[[Tensor, Schedule], Tensor]
+    measure: Callable[[Tensor], Tensor]
     width: int
-    take: Callable[[dict[str, list[float]]], None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -137,23 +129,24 @@ class Orders:
         schedules: Schedule of each matrix of this process; the same object until one changes.
         owner_epoch: Value at whose change owners are assigned anew.
         fingerprint: Lines that must be alike on all ranks.
-        measurements: Measurements that follow the step.
+        checked: Name of the matrix whose residual is measured; None for none.
+        measurement: Measurement that follows the step, if any.
     """
 
     step: int
     schedules: Sequence[Schedule]
     owner_epoch: Hashable
     fingerprint: Sequence[str]
-    measurements: Sequence[Measurement] = ()
+    checked: str | None
+    measurement: Measurement | None
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+@dataclasses.dataclass(slots=True, eq=False)
 class Step:
     """Everything that belongs to the step at hand.
 
     Attributes:
-        number: Optimizer step, counted from 1.
-        schedules: Schedule of each matrix of this process.
+        orders: Orders for it.
         params: This rank's part of each parameter.
         momenta: Momentum of each group, and the coefficient of the buffer in the matrix to
             orthogonalize, ``G + c * B``; None for ``B`` alone.
@@ -162,16 +155,17 @@ class Step:
         results: Pieces whose results wait for the rule's `post`.
         outcomes: Names of orthogonalized matrices, and flags of those whose result was NaN or inf.
         norms: Least norm that the exact norm scales in full, and the norms of the results.
+        residual: Residual of the matrix to check, 0-dim; None on the ranks that do not own it.
     """
 
-    number: int
-    schedules: Sequence[Schedule]
+    orders: Orders
     params: Sequence[LocalParam]
     momenta: Sequence[tuple[float, float | None]]
     skip_mask: Tensor | None
     results: list[tuple[Piece, Tensor]] = dataclasses.field(default_factory=list)
     outcomes: list[tuple[tuple[str, ...], Tensor]] = dataclasses.field(default_factory=list)
     norms: list[tuple[float, Tensor]] = dataclasses.field(default_factory=list)
+    residual: Tensor | None = None
 
 
 class Update(NamedTuple):
@@ -272,15 +266,11 @@ class Engine:
                 f"{type(rule).__name__}.sums: found {sorted(set(map(len, self._sum_sizes)))} sums, "
                 "expected the same number for all matrices, with 0 elements for those without one"
             )
-        self._view_indices = [
-            index for param in parameters.params for index in range(len(param.views))
-        ]
         self._owner_epoch: Hashable = None
         self._exchanges: list[Exchange] = []
         """Exchanges of training, which serve step after step."""
-        self._sent: list[tuple[Mapping[int, int], int]] = []
-        """Elements sent to each peer, and bytes of an element, by exchange of the last step. The
-        exchanges themselves would keep the memory of a measurement until the next step."""
+        self._sent_bytes = Counter[int]()
+        """Bytes sent to each peer in the last step."""
         self._norms: list[tuple[float, Tensor]] = []
         """`Step.norms` of the last step, for metrics."""
 
@@ -293,8 +283,6 @@ class Engine:
                 dtype = torch.promote_types(tensor.dtype, torch.float32)
                 state = {MOMENTUM: torch.zeros_like(tensor, dtype=dtype)}
                 state |= self.rule.state(param)
-                for name in self.rule.scalar_state:
-                    state[name] = zeros_per_view(tensor, len(param.views))
             else:
                 dtype = torch.float32 if is_master else tensor.dtype
                 state = {
@@ -329,7 +317,8 @@ class Engine:
         """
         is_new = orders.owner_epoch != self._owner_epoch
         # A skipped step must not be recorded, and the checks of new owners read the device.
-        waits = not self._is_on_device or is_new or bool(orders.measurements)
+        measures = orders.checked is not None or orders.measurement is not None
+        waits = not self._is_on_device or is_new or measures
         if fault is not None:
             return self.ballots.vote(orders.step, "", fault, 0.0, waits=waits)
         lines = [*orders.fingerprint, f"{'a new' if is_new else 'the last'} exchange plan"]
@@ -355,17 +344,18 @@ class Engine:
         """
         if orders.owner_epoch != self._owner_epoch:
             self._assign_owners(orders)
-        self._sent = [(exchange.sent, exchange.itemsize) for exchange in self._exchanges]
+        self._sent_bytes = Counter()
         params = [
             LocalParam(param, self.state[param.tensor], grad)
             for param, grad in zip(self.parameters.params, verdict.grads, strict=True)
         ]
         momenta = [momentum_of(group, self.config) for group in self.groups]
-        step = Step(orders.step, orders.schedules, params, momenta, verdict.skip_mask)
+        step = Step(orders, params, momenta, verdict.skip_mask)
         try:
             self._update_momentum(step)
             for exchange in self._exchanges:
                 is_first = exchange is self._exchanges[0]
+                self._sent_bytes.update(exchange.sent_bytes)
                 with exchange.memory.held():
                     self._pipeline(step, exchange.buckets, is_first=is_first)
             if self.rule.has_post and self.parameters.matrices:
@@ -518,7 +508,7 @@ class Engine:
         """
         batches: dict[tuple[object, Schedule], list[tuple[str, Tensor]]] = defaultdict(list)
         for index, whole in zip(bucket.owned, bucket.wholes, strict=True):
-            matrix, schedule = self.parameters.matrices[index], step.schedules[index]
+            matrix, schedule = self.parameters.matrices[index], step.orders.schedules[index]
             # A CPU takes two products of one matrix faster than one product of a batch of two.
             kind = index if whole.is_cpu else matrix.shape
             batches[kind, schedule].append((matrix.name, whole))
@@ -529,6 +519,11 @@ class Engine:
                 results = self.newton_schulz(x, schedule)
                 results = results if results.dim() == 3 else results.unsqueeze(0)
                 step.outcomes.append((tuple(names), drop_nonfinite(results)))
+                if (checked := step.orders.checked) in names:
+                    with self._deferring(step, f"measuring {checked}"):
+                        result = results[names.index(checked)]
+                        # A matrix without a gradient is zero, and its residual says nothing.
+                        step.residual = ns_residual(result) * result.any()
                 if self.config.update_norm == "exact":
                     least = math.sqrt(min(x.shape[-2:])) / EXACT_NORM_BOUND
                     step.norms.append((least, scale_to_exact_norm(results)))
@@ -565,8 +560,6 @@ class Engine:
 
     def _post(self, step: Step) -> None:
         """Apply what the rule makes of all results of this rank; a collective for each sum."""
-        if self.rule.scalar_state:
-            step.results.extend(self._empty_results(step))
         pieces = [piece for piece, _ in step.results]
         parameters, dtype = self.parameters, self.rule.sum_dtype
         sums = MatrixSums(parameters, self._sum_sizes, pieces, self.world, dtype)
@@ -589,18 +582,6 @@ class Engine:
             self._apply(step, list(zip(pieces, updates, strict=True)))
         if sums.error is not None:
             raise sums.error
-
-    def _empty_results(self, step: Step) -> list[tuple[Piece, Tensor]]:
-        """Results without elements, of the matrices that this rank shares and holds nothing of."""
-        results = []
-        for index, matrix in enumerate(self.parameters.matrices):
-            weight = step.params[matrix.param].weight
-            is_empty = not matrix.regions_by_rank.get(self.world.rank)
-            if is_empty and step.params[matrix.param].grad is not None:
-                region = Region(((0, 0),) * weight.dim(), ((0, 0), (0, 0)))
-                place = Place(index, region, weight.new_empty((0, 0)))
-                results.append((self._piece(step, place), place.tensor))
-        return results
 
     def _apply(self, step: Step, pairs: Sequence[tuple[Piece, Tensor]]) -> None:
         """Decay pieces of parameters, and subtract their scaled updates; or set new weights."""
@@ -634,34 +615,31 @@ class Engine:
         except Exception as error:
             if isinstance(error, torch.AcceleratorError):
                 raise  # the device is lost: each later call would fail and be logged in turn
-            self.ballots.report_failure(f"step {step.number}: {part}", error)
+            self.ballots.report_failure(f"step {step.orders.step}: {part}", error)
 
     # ---------------------------------------------------------------- plans and buffers
 
     def _piece(self, step: Step, place: Place) -> Piece:
         matrix, scale = self.parameters.matrices[place.matrix], self._scales[place.matrix]
-        local, index = step.params[matrix.param], self._view_indices[place.matrix]
-        return Piece(matrix, place.region, scale, self.groups[local.param.group], local, index)
+        local = step.params[matrix.param]
+        return Piece(matrix, place.region, scale, self.groups[local.param.group], local)
 
     def _assign_owners(self, orders: Orders) -> None:
         """Assign owners anew; a collective over the world, which may wait."""
         # The old buffers are freed first; and if this fails, all ranks plan anew.
         self._exchanges, self._owner_epoch = [], None
-        world, indices = self.world, range(len(self.parameters.matrices))
+        indices, text = range(len(self.parameters.matrices)), "new owners"
         try:
-            exchanges = self._make_exchanges(indices, orders.schedules, self.wire)
-            digests = [exchange.digest for exchange in exchanges]
+            self._exchanges = self._make_exchanges(indices, orders.schedules, self.wire)
         except Exception as error:
-            if world.group is None:
+            if self.world.group is None:
                 raise
             text = failure_text(f"step {orders.step}: allocating buffers", error)
-            exchanges, digests = [], [text] * len(world.groups_by_ranks)
-        texts = list(zip(world.groups_by_ranks, digests, strict=True))
-        compare("exchange plan", gather_json(texts, world.group))
-        self._exchanges, self._owner_epoch = exchanges, orders.owner_epoch
+        check_alike("owners", text, self.world.group)
+        self._owner_epoch = orders.owner_epoch
 
     def exchanges_to_measure(
-        self, names: Collection[str], schedules: Sequence[Schedule], first_owner: int = 0
+        self, names: Collection[str], schedules: Sequence[Schedule]
     ) -> list[Exchange]:
         """Exchanges that bring each of some matrices to one rank, and send nothing back.
 
@@ -670,27 +648,27 @@ class Engine:
         Args:
             names: Names of the matrices.
             schedules: Schedule of each matrix of this process.
-            first_owner: Turn of the owners.
         """
         indices = [i for i, matrix in enumerate(self.parameters.matrices) if matrix.name in names]
-        return self._make_exchanges(indices, schedules, torch.float32, first_owner)
+        return self._make_exchanges(indices, schedules, torch.float32, returns=False)
 
     def gather_momentum(self, step: Step, measurement: Measurement) -> Iterator[tuple[int, Tensor]]:
         """Gather momentum to measure: index and whole matrix of each that this rank gets."""
-        self._sent += [(exchange.sent, exchange.itemsize) for exchange in measurement.exchanges]
-        buckets = [exchange.buckets for exchange in measurement.exchanges]
-        for bucket in itertools.chain.from_iterable(buckets):
-            self._pack_momentum(step, bucket.outgoing)
-            for _ in bucket.gather():
-                pass
-            yield from zip(bucket.owned, bucket.wholes, strict=True)
+        for exchange in measurement.exchanges:
+            self._sent_bytes.update(exchange.sent_bytes)
+            for bucket in exchange.buckets:
+                self._pack_momentum(step, bucket.outgoing)
+                for _ in bucket.gather():
+                    pass
+                yield from zip(bucket.owned, bucket.wholes, strict=True)
 
     def _make_exchanges(
         self,
         indices: Sequence[int],
         schedules: Sequence[Schedule],
         dtype: torch.dtype,
-        first_owner: int | None = None,
+        *,
+        returns: bool = True,
     ) -> list[Exchange]:
         """The exchange of each set of ranks that shares matrices with this one.
 
@@ -698,8 +676,7 @@ class Engine:
             indices: Indices of the matrices to exchange.
             schedules: Schedules: the cost of a matrix is that of its Newton-Schulz steps.
             dtype: Dtype in which the matrices travel.
-            first_owner: Turn of the owners of an exchange that sends nothing back; None: results
-                return.
+            returns: Whether owners send results back.
         """
         world, config, matrices = self.world, self.config, self.parameters.matrices
         pairs = zip(schedules, matrices, strict=True)
@@ -708,7 +685,7 @@ class Engine:
             [float(s.num_steps * ns_step_flops(*matrix.shape)) for s, matrix in pairs],
             indices=indices,
             ownership=config.ownership,
-            first_owner=first_owner,
+            returns=returns,
         )
         exchanges = []
         for ranks, group in world.groups_by_ranks.items():
@@ -722,29 +699,22 @@ class Engine:
             )
             memory = Memory(self.device)
             buckets = make_buckets(plan, matrices, group=group, memory=memory, dtype=dtype)
-            exchanges.append(
-                Exchange(plan.digest, buckets, memory, plan.num_sent(), dtype.itemsize)
-            )
+            sent = {peer: count * dtype.itemsize for peer, count in plan.num_sent().items()}
+            exchanges.append(Exchange(buckets, memory, sent))
         return exchanges
 
     # ---------------------------------------------------------------- figures
 
     def sent_bytes_by_peer(self) -> dict[int, int]:
         """Bytes of matrices that this rank sent in the last step, by global rank of the peer."""
-        total = Counter[int]()
-        for sent, itemsize in self._sent:
-            for peer, count in sent.items():
-                total[peer] += count * itemsize
-        return dict(total)
+        return dict(self._sent_bytes)
 
     def metrics(self) -> dict[str, float]:
         """Traffic and bounded updates of this rank in the last step; waits for the device."""
         bounded = sum(
             int(((norms > 0) & (norms < least)).sum().item()) for least, norms in self._norms
         )
-        elements = sum(sum(sent.values()) for sent, _ in self._sent)
         return {
             "newton_schulz/bounded": float(bounded),
-            "exchange/sent_bytes": float(sum(self.sent_bytes_by_peer().values())),
-            "exchange/sent_elements": float(elements),
+            "exchange/sent_bytes": float(self._sent_bytes.total()),
         }

@@ -14,6 +14,7 @@ from amo_dist.distributed.ranks import (
     RankMismatchError,
     Ranks,
     compare,
+    fingerprint56,
     gather_json,
     members,
     this_rank,
@@ -58,8 +59,6 @@ def agree_on_world(
     hyperparameters: Sequence[str],
     membership: Membership,
     group: dist.ProcessGroup | None,
-    *,
-    has_scalars: bool = False,
 ) -> World:
     """Compare the structure of all ranks; a collective over the world.
 
@@ -69,7 +68,6 @@ def agree_on_world(
         hyperparameters: Hyperparameters of each parameter group, as text.
         membership: Membership of this process.
         group: Process group of the world, as ``membership`` returned it.
-        has_scalars: Whether all ranks of a parameter hold numbers of each of its matrices.
 
     Raises:
         RankMismatchError: On every rank; names the rank and the parameter or field that differs.
@@ -81,11 +79,11 @@ def agree_on_world(
         infos[matrix.param].append((matrix.name, matrix.shape, *fields))
     lines_by_ranks: dict[tuple[int, ...], list[str]] = defaultdict(list)
     gradient_ranks = [
-        param.layout.ranks if has_scalars else _ranks_with_gradients(parameters, index)
-        for index, param in enumerate(parameters.params)
+        _ranks_with_gradients(parameters, index) for index in range(len(parameters.params))
     ]
     for index, param in enumerate(parameters.params):
-        structure = f"{param.tensor.dtype}, {param.layout.key}, {infos[index] or 'adamw'}"
+        cuts = f"cut by {fingerprint56(str(param.views))}" if param.views else "adamw"
+        structure = f"{param.tensor.dtype}, {param.layout.key}, {infos[index]} {cuts}"
         line = f"{param.name}: {structure}, {hyperparameters[param.group]}"
         lines_by_ranks[param.layout.ranks].append(line)
     own = {

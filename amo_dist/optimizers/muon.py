@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import functools
 import hashlib
 import json
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -36,9 +34,9 @@ from amo_dist.engine.hyperparameters import (
 )
 from amo_dist.engine.observe import (
     GUARD_BOUND,
+    agreed_residual,
     coefficient_table,
     matrix_to_check,
-    measure_residual,
     measure_spectrum,
     observe,
 )
@@ -78,7 +76,7 @@ class _Decision(NamedTuple):
     Attributes:
         version: Version of the source.
         schedules: Schedule of each matrix of this process.
-        digest: Digest of the source's state and of the schedules of all matrices.
+        digest: Digest of the settings, of the source's state and of the schedules of all matrices.
     """
 
     version: int
@@ -273,9 +271,11 @@ class Muon(torch.optim.Optimizer):
         else:
             step = engine.run(orders, verdict)
         self._schedule_state = dataclasses.replace(self._schedule_state, steps_taken=orders.step)
-        for measurement in orders.measurements:
-            with torch.profiler.record_function("amo::observe"):
-                observe(engine, step, measurement)
+        with torch.profiler.record_function("amo::observe"):
+            if (measurement := orders.measurement) is not None:
+                self._record(orders.step, observe(engine, step, measurement) if step else {})
+            if orders.checked is not None and step is not None:
+                self._check_residual(orders, agreed_residual(engine, step))
 
     def _read_verdict(self) -> None:
         """Read the verdict of the last step, if nobody has read it.
@@ -309,22 +309,21 @@ class Muon(torch.optim.Optimizer):
             matrices = self._engine.parameters.matrices
             schedules = [by_key[source.key(infos[matrix.name])] for matrix in matrices]
             digests = {key: schedule.digest() for key, schedule in by_key.items()}
-            text = controls.to_text({"schedules": digests, "source": source.state()})
-            digest = hashlib.sha256(text.encode()).hexdigest()
+            config = state.config.to_dict()
+            values = {"config": config, "schedules": digests, "source": source.state()}
+            digest = hashlib.sha256(controls.to_text(values).encode()).hexdigest()
             decision = self._decision = _Decision(version, schedules, digest)
         # The transition changes costs at each step, and a new assignment waits for all ranks.
         has_fixed_owners = (
             state.config.ownership == "round_robin" or source.phase(step) == "transition"
         )
-        every, measurements = state.config.ns_guard_every, list[Measurement]()
+        every, measurement = state.config.ns_guard_every, None
         checked = matrix_to_check(world.registry, step, every) if every else None
-        try:
-            if sample:
-                measurements.append(self._observation(step, sample, decision.schedules))
-            if checked is not None:
-                measurements.append(self._guard(step, checked, decision.schedules))
-        except Exception as error:  # without memory, say; the ballot tells all ranks
-            self._engine.ballots.report_failure(f"step {step}: preparing to measure", error)
+        if sample:
+            try:
+                measurement = self._observation(sample, decision.schedules)
+            except Exception as error:  # without memory, say; the ballot tells all ranks
+                self._engine.ballots.report_failure(f"step {step}: preparing to measure", error)
         # Set now and not after the step, which may raise.
         self._state_before = state
         return Orders(
@@ -333,28 +332,26 @@ class Muon(torch.optim.Optimizer):
             owner_epoch=0 if has_fixed_owners else version,
             fingerprint=[
                 f"step {step}",
-                f"schedules and state {decision.digest}",
+                f"settings, schedules and state {decision.digest}",
                 f"measured {list(sample)}, {checked}",
             ],
-            measurements=measurements,
+            checked=checked,
+            measurement=measurement,
         )
 
-    def _observation(
-        self, step: int, names: Sequence[str], schedules: Sequence[Schedule]
-    ) -> Measurement:
+    def _observation(self, names: Sequence[str], schedules: Sequence[Schedule]) -> Measurement:
         """The measurement of the spectra of sampled matrices."""
         table = coefficient_table(self.source.candidates())
         is_exact, self._observe_seconds = self.config.update_norm == "exact", 0.0
 
-        def measure(momentum: Tensor, schedule: Schedule) -> Tensor:
+        def measure(momentum: Tensor) -> Tensor:
             start = time.perf_counter()
             measured = measure_spectrum(momentum, table, SAFETY, exact_norm=is_exact)
             self._observe_seconds += time.perf_counter() - start
             return measured
 
         exchanges = self._engine.exchanges_to_measure(names, schedules)
-        take = functools.partial(self._record, step)
-        return Measurement(names, exchanges, measure, 2 + len(table), take)
+        return Measurement(names, exchanges, measure, 2 + len(table))
 
     def _record(self, step: int, observed: Mapping[str, Sequence[float]]) -> None:
         """Hand an observation to the source, which plans at the last one; each rank by itself."""
@@ -373,18 +370,9 @@ class Muon(torch.optim.Optimizer):
         for line in remarks:
             logger.warning("%s", line)
 
-    def _guard(self, step: int, name: str, schedules: Sequence[Schedule]) -> Measurement:
-        """The measurement of the residual of one matrix."""
-        turn = step // self.config.ns_guard_every
-        measure = functools.partial(measure_residual, engine=self._engine)
-        exchanges = self._engine.exchanges_to_measure([name], schedules, turn)
-        take = functools.partial(self._check_residual, step, name)
-        return Measurement([name], exchanges, measure, 1, take)
-
-    def _check_residual(self, step: int, name: str, observed: dict[str, list[float]]) -> None:
+    def _check_residual(self, orders: Orders, residual: float) -> None:
         """Warn of a residual above the bound."""
-        (residual,) = observed[name]
-        self._residual = 0.0 if math.isnan(residual) else residual
+        self._residual, name, step = residual, orders.checked, orders.step
         if not residual > GUARD_BOUND:
             return
         info = next(matrix for matrix in self._engine.world.registry if matrix.name == name)
@@ -421,7 +409,6 @@ class Muon(torch.optim.Optimizer):
             groups,
             membership,
             group,
-            has_scalars=bool(engine.rule.scalar_state),
         )
         self._check_matrices(len(world.registry))
         is_plain = all(len(param.layout.ranks) == 1 for param in params)

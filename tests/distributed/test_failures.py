@@ -51,13 +51,13 @@ def take(model: nn.Module, optimizer: Muon, step: int) -> str:
 
 
 def fail_to_measure(rank: int, world_size: int, name: str, failed: int) -> list[str]:
-    """The error of each step; ``name`` has no memory on the second rank."""
+    """The error of each call of ``step``; ``name`` has no memory on the second rank."""
     model, optimizer = runs.make("fsdp", AMO, sample_size=9, ns_guard_every=3)
-    errors = []
-    for step in range(1, 7):
-        with full(observe, name, (rank, step) == (1, failed)):
-            errors.append(take(model, optimizer, step))
-        assert optimizer.num_steps_taken == step, errors
+    module, errors = observe if name == "spectrum" else one_step, []
+    for number in range(1, 8):
+        with full(module, name, (rank, number) == (1, failed)):
+            errors.append(take(model, optimizer, number))
+    assert optimizer.num_steps_taken == 6, errors
     assert optimizer.control_state_dict()["source"]["plan"] is not None
     return errors
 
@@ -68,9 +68,9 @@ def test_a_measurement_that_fails_on_its_owner_is_raised_on_all(
 ) -> None:
     errors, *others = run_on(3)(fail_to_measure, name, failed)
     assert others == [errors] * 2
-    assert [step for step, error in enumerate(errors, 1) if error] == [failed]
-    assert errors[failed - 1].startswith(f"RuntimeError: step {failed}: measuring layers.")
-    assert errors[failed - 1].endswith("failed on rank 1: OutOfMemoryError: CUDA out of memory")
+    assert [number for number, error in enumerate(errors) if error] == [failed]
+    assert errors[failed].startswith(f"RuntimeError: step {failed}: measuring layers.")
+    assert errors[failed].endswith("failed on rank 1: OutOfMemoryError: CUDA out of memory")
 
 
 # ------------------------------------------------------------------ Newton-Schulz

@@ -44,12 +44,6 @@ def train(
     optimizer = muon_h()(param_groups(model), lr=0.05, config=MuonConfig(**fields))
     optimizer.load_state_dict(state)
     weights = runs.train(model, optimizer, 3, 3, seed=5)
-    numbers = {}
-    for name, param in optimizer.params_by_name.items():
-        if name in models.types():
-            numbers[name] = optimizer.state[param]["norm"]
-            numbers[name] = float(getattr(numbers[name], "to_local", lambda v=numbers[name]: v)())
-    assert numbers == pytest.approx(before, rel=1e-6)
     return weights, before, norms(model)
 
 

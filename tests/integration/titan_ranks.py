@@ -354,7 +354,7 @@ def _traced(trainer_class: Any, path: Path, job: Job, rank: int) -> Any:
                 "phase": optimizer.phase,
                 "schedules": {name: one.digest() for name, one in schedules.items()},
                 "num_steps": {name: one.num_steps for name, one in schedules.items()},
-                "sent_elements": optimizer.metrics()["exchange/sent_elements"],
+                "sent_bytes": optimizer.metrics()["exchange/sent_bytes"],
                 "lrs": [group["lr"] for group in optimizer.param_groups],
                 "types": sorted(set(optimizer.operator_types)),
                 "observations": optimizer.control_state_dict()["source"].get("observations"),

@@ -45,7 +45,6 @@ def problems(draw: st.DrawFn) -> tuple[Model, tuple[Job, ...], dict[int, Exchang
 @given(problems())
 def test_what_one_rank_sends_is_what_the_other_receives(problem: tuple) -> None:
     model, _, plans, _ = problem
-    assert len({plan.digest for plan in plans.values()}) == 1
     assert len({len(plan.buckets) for plan in plans.values()}) == 1
     place = {rank: index for index, rank in enumerate(model.ranks)}
     for number in range(len(plans[model.ranks[0]].buckets)):
@@ -141,18 +140,3 @@ def test_carried_out_on_paper_every_rank_gets_its_part_of_the_result_once(proble
         whole = -torch.arange(1, 1 + torch.Size(layout.shape).numel()).view(layout.shape)
         for rank, local in held.items():
             assert torch.equal(local, local_tensor(layout, whole, rank))
-
-
-def test_the_digest_tells_plans_apart() -> None:
-    model = build("fsdp", torch.arange(2), [(4, 5)] * 3)
-    jobs = assign(model.matrices, [1.0] * 3)
-    swapped = assign(model.matrices[::-1], [1.0] * 3)
-    variants = {
-        "same": plan_all(model, jobs, 10**6),
-        "full buckets": plan_all(model, jobs, 1),
-        "other order": plan_all(model, swapped[::-1], 10**6),
-        "fewer": plan_all(model, jobs[:2], 10**6),
-    }
-    digests = {name: plans[0].digest for name, plans in variants.items()}
-    assert len(set(digests.values())) == len(digests)
-    assert digests["same"] == plan_all(model, jobs, 10**6)[1].digest

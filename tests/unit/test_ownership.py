@@ -100,15 +100,6 @@ def test_what_a_set_of_ranks_gets_follows_from_its_matrices_alone(
         ]
 
 
-def test_a_turn_moves_where_dealing_begins() -> None:
-    model = build("fsdp", torch.arange(3), [(6, 4)] * 2)
-    dealt = [
-        [job.owner for job in assign(model.matrices, [1.0] * 2, first_owner=turn)]
-        for turn in range(4)
-    ]
-    assert dealt == [[0, 1], [1, 2], [2, 0], [0, 1]]
-
-
 def test_a_matrix_goes_to_a_rank_that_holds_it_whole() -> None:
     # One row: torch.chunk gives it to the first rank.
     model = build("fsdp", torch.arange(4), [(1, 8), (8, 8), (1, 8)])
