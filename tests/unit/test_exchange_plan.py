@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from amo_dist.distributed.plan import BucketPlan, ExchangePlan, Held, Job, assign, plan_exchange
-from tests.layouts import Model, build, local_tensor, models
+from tests.layouts import Model, local_tensor, models
 from tests.ledger import Volume, predict, sent_by_pair
 
 few = settings(max_examples=30, deadline=None)
