@@ -274,8 +274,8 @@ class Muon(torch.optim.Optimizer):
         with torch.profiler.record_function("amo::observe"):
             if (measurement := orders.measurement) is not None:
                 self._record(orders.step, observe(engine, step, measurement) if step else {})
-            if orders.checked is not None and step is not None:
-                self._check_residual(orders, agreed_residual(engine, step))
+            if orders.checked is not None:
+                self._check_residual(orders, agreed_residual(engine, step) if step else 0.0)
 
     def _read_verdict(self) -> None:
         """Read the verdict of the last step, if nobody has read it.
