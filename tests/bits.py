@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amo_dist import AMO, ROOT, AdaMuon, Fused, Muon, NorMuon
+from amo_dist import ROOT, AdaMuon, Fused, Muon, NorMuon
 from tests import runs
 from tests.distributed import models
 from tests.distributed.harness import Ranks
