@@ -34,14 +34,19 @@ SUMS = [
 
 
 @pytest.mark.parametrize(
-    ("name", "layout", "world_size"), [*((name, "fsdp", 3) for name in NAMES), *SUMS]
+    ("name", "layout", "world_size", "head_dim"),
+    [
+        *((name, "fsdp", 3, 0) for name in NAMES),
+        *((*one, head_dim) for one in SUMS for head_dim in (0, 4)),
+    ],
 )
 def test_one_process_and_shards_equal_the_twin(
-    run_on: Ranks, name: str, layout: str, world_size: int
+    run_on: Ranks, name: str, layout: str, world_size: int, head_dim: int
 ) -> None:
     # Small buckets: the tiny matrices of these tests fill several.
     fields = {"bucket_bytes": 256} | (AMO_FIELDS if name == "AMO" else {})
-    check(Case(world_size, layout, name, models.shapes(), "float32", fields, True), run_on)
+    shapes = models.shapes(models.EVEN_SHAPES if head_dim else models.SHAPES)
+    check(Case(world_size, layout, name, shapes, "float32", fields, True, head_dim), run_on)
 
 
 def train_adamw(rank: int, world_size: int) -> bool:

@@ -1,4 +1,4 @@
-"""Heads on every layout: a matrix for each, and QK-clip, with the bits of one process."""
+"""Heads: which rows a matrix has, and QK-clip on every layout with the bits of one process."""
 
 from __future__ import annotations
 
@@ -9,15 +9,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from amo_dist import Muon, MuonConfig, param_groups, qk_clip_
-from amo_dist.schedule.coefficients import named_schedule
+from amo_dist import qk_clip_
 from tests import runs
 from tests.distributed import models
 from tests.distributed.harness import Ranks
-from tests.oracle import Oracle
+from tests.operators import views_of
 
-LR, WEIGHT_DECAY, STEPS, SEED = 3e-3, 0.1, 4, 3
-CONFIG = {"ns_dtype": "float32", "bucket_bytes": 256}
 # Three ranks cut every projection between heads, two do not. By layer: grouped queries, latent
 # attention, one fused parameter.
 HEADS = [
@@ -52,57 +49,18 @@ def make(layout: str) -> nn.Module:
     return model
 
 
-def train(rank: int, world_size: int, layout: str) -> tuple[dict[str, Tensor], dict[int, int]]:
-    model = make(layout)
-    group = dist.group.WORLD if layout == "plain" and world_size > 1 else None
-    optimizer = Muon(
-        param_groups(model, per_head=True),
-        lr=LR,
-        weight_decay=WEIGHT_DECAY,
-        config=MuonConfig(**CONFIG),
-        process_group=group,
-    )
-    params = runs.train(model, optimizer, 1, STEPS, seed=SEED)
-    return params, optimizer.sent_bytes_by_peer()
-
-
-def twin() -> dict[str, Tensor]:
-    """Each head a parameter of its own, on one process."""
-    heads = {(name, i): rows for name in SHAPES for i, rows in enumerate(rows_of_heads(name))}
-    names = {f"{name}/{i}": (name, rows) for (name, i), rows in heads.items()}
-    whole = {name: models.initial(name, shape) for name, shape in SHAPES.items()}
-    oracle = Oracle(
-        {head: whole[name][rows] for head, (name, rows) in names.items()},
-        dict.fromkeys(names, "attn_q"),
-        MuonConfig(**CONFIG),
-        lr=LR,
-        weight_decay=WEIGHT_DECAY,
-        coefficients=named_schedule("kj").schedule.coefficients,
-    )
-    for step in range(1, STEPS + 1):
-        grads = {name: models.gradient(SEED, step, name, shape) for name, shape in SHAPES.items()}
-        oracle.step({head: grads[name][rows] for head, (name, rows) in names.items()})
-    for head, (name, rows) in names.items():
-        whole[name][rows] = oracle.params[head]
-    return whole
+def test_rows_of_heads_are_those_of_the_attention() -> None:
+    views_by_name = views_of(make("plain"), per_head=True)
+    for name, views in views_by_name.items():
+        rows = [[row for box in view.boxes or () for row in range(*box[0])] for view in views]
+        assert sorted(rows) == sorted(rows_of_heads(name)), name
+    assert views_by_name.keys() == SHAPES.keys()
 
 
 LAYOUTS = pytest.mark.parametrize(
     ("layout", "world_size"),
     [("plain", 1), ("plain", 2), ("fsdp", 2), ("fsdp", 3), ("tp", 2), ("hsdp", 4)],
 )
-
-
-@LAYOUTS
-def test_every_layout_equals_heads_apart(run_on: Ranks, layout: str, world_size: int) -> None:
-    expected = twin()
-    results = run_on(world_size)(train, layout)
-    for params, _ in results:
-        assert runs.equal(params, expected)
-    cuts_at_heads = world_size in (1, 3)
-    assert all((not sent) == cuts_at_heads for _, sent in results)
-
-
 # Of each head: one far above the threshold of 10, one just, one below, one that is not finite.
 LOGITS = {
     "layers.0.attention": [40.0, 3.0, 11.0, -2.0, float("inf"), 20.0],
