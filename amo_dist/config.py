@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import reprlib
 from collections.abc import Iterable, Sequence
@@ -208,16 +207,6 @@ class MuonConfig(GuardConfig, ExchangeConfig, MathConfig):
         ValueError: A field has an invalid value; the message has the field, the value found and the
             expected ones.
     """
-
-    def __new__(cls: type[_Config], **fields: Any) -> _Config:
-        """Make settings; an unknown one is a TypeError that suggests a known one."""
-        known = [field.name for field in dataclasses.fields(cls)]
-        for name in fields:
-            if name not in known:
-                close = difflib.get_close_matches(name, known, n=1)
-                hint = f"; did you mean {close[0]!r}?" if close else ""
-                raise TypeError(f"{cls.__name__}: unknown setting {name!r}{hint}")
-        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for concern in (MathConfig, ExchangeConfig, GuardConfig):

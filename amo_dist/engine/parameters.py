@@ -223,22 +223,10 @@ class Parameters:
                     require(False, f"state of {param.name}.{name}", kind, expected)
 
 
-def check_master_weights(parameters: Parameters, bfloat16_params: str) -> None:
-    """Refuse float16 parameters beside master weights of bfloat16 ones.
-
-    Raises:
-        ValueError: Names a parameter.
-    """
-    for param in parameters.params:
-        if bfloat16_params == "master" and param.tensor.dtype == torch.float16:
-            raise ValueError(
-                f"bfloat16_params: found 'master' with {param.name} of float16, expected "
-                "parameters of bfloat16 (or float32, which are written as they are)"
-            )
-
-
-def check_float16_eps(parameters: Parameters, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse float16 parameters of AdamW whose ``eps`` is 0 in their dtype.
+def check_float16(
+    parameters: Parameters, groups: Sequence[Mapping[str, Any]], bfloat16_params: str
+) -> None:
+    """Refuse float16 parameters beside master weights, and those of AdamW whose ``eps`` is 0 there.
 
     Small squared gradients are 0 in float16, too, and the update would be 0 / 0.
 
@@ -246,9 +234,15 @@ def check_float16_eps(parameters: Parameters, groups: Sequence[Mapping[str, Any]
         ValueError: Names a parameter and the remedy.
     """
     for param in parameters.params:
+        if param.tensor.dtype != torch.float16:
+            continue
+        if bfloat16_params == "master":
+            raise ValueError(
+                f"bfloat16_params: found 'master' with {param.name} of float16, expected "
+                "parameters of bfloat16 (or float32, which are written as they are)"
+            )
         eps = float(groups[param.group]["eps"])
-        is_float16 = not param.views and param.tensor.dtype == torch.float16
-        if is_float16 and not torch.tensor(eps, dtype=torch.float16, device="cpu"):
+        if not param.views and not torch.tensor(eps, dtype=torch.float16, device="cpu"):
             raise ValueError(
                 f"eps: found {eps}, which is 0 in float16, the dtype of {param.name}, so that "
                 "AdamW divides by zero; expected parameters of float32 or bfloat16 (autocast "

@@ -66,7 +66,7 @@ from amo_dist.engine.parameters import (
     LocalParam,
     Parameters,
     Piece,
-    check_master_weights,
+    check_float16,
 )
 from amo_dist.engine.rule import MatrixSums, UpdateRule
 from amo_dist.engine.world import World
@@ -255,7 +255,7 @@ class Engine:
         self.device = parameters.matrix_device
         self._library = library(config.ns_kernels, self.device, self._dtype)
         self._is_staged = self.device != parameters.device
-        check_master_weights(parameters, config.bfloat16_params)
+        check_float16(parameters, groups, config.bfloat16_params)
         shapes = [m.shape if m.dim == 0 else m.shape[::-1] for m in parameters.matrices]
         self._scales = [rule.scale(shape) for shape in shapes]
         self.update_scales = [UpdateRule.scale(rule, shape) for shape in shapes]
@@ -516,7 +516,14 @@ class Engine:
             names, wholes = map(list, zip(*batch, strict=True))
             with self._deferring(step, f"orthogonalizing {names[0]}"):
                 x = torch.stack(wholes) if len(wholes) > 1 else wholes[0]
-                results = self.newton_schulz(x, schedule)
+                results = orthogonalize(
+                    x,
+                    schedule.coefficients,
+                    norm_scale=schedule.norm_scale,
+                    preconditioner=schedule.preconditioner,
+                    dtype=self._dtype,
+                    library=self._library,
+                )
                 results = results if results.dim() == 3 else results.unsqueeze(0)
                 step.outcomes.append((tuple(names), drop_nonfinite(results)))
                 if (checked := step.orders.checked) in names:
@@ -531,17 +538,6 @@ class Engine:
                 continue
             for whole in wholes:  # reached only if the body has failed
                 whole.zero_()
-
-    def newton_schulz(self, x: Tensor, schedule: Schedule) -> Tensor:
-        """Newton-Schulz of matrices ``(m, n)`` or ``(b, m, n)``."""
-        return orthogonalize(
-            x,
-            schedule.coefficients,
-            norm_scale=schedule.norm_scale,
-            preconditioner=schedule.preconditioner,
-            dtype=self._dtype,
-            library=self._library,
-        )
 
     def _take_results(self, step: Step, places: Sequence[Place]) -> None:
         """Apply results, or keep them for the rule's `post`."""

@@ -22,7 +22,39 @@ EPS = 1e-8
 """Added to the root of the second moment."""
 
 
-class AdaMuonRule(UpdateRule):
+class FixedNormRule(UpdateRule):
+    """A rule whose updates have the Frobenius norm ``update_scale * sqrt(m n)``."""
+
+    sum_dtype = torch.int64
+
+    def set_norms(
+        self,
+        updates: Sequence[Tensor],
+        pieces: Sequence[Piece],
+        decays: Sequence[float],
+        allsum: AllSum,
+    ) -> None:
+        """Scale updates in place, by one sum over whole matrices.
+
+        Args:
+            updates: Results over the root of their second moment; see `fraction_bits`.
+            pieces: Pieces of the updates.
+            decays: Decays of their second moments.
+            allsum: Argument of `UpdateRule.post`.
+        """
+        counts = [piece.matrix.num_elements for piece in pieces]
+        bits = list(map(fraction_bits, counts, decays))
+        totals = allsum(list(map(sum_of_squares, updates, bits)))
+        for update, total, num_bits, count in zip(updates, totals, bits, counts, strict=True):
+            target = self.config.update_factor * math.sqrt(count)
+            update.mul_(norm_factor(total, num_bits, target))
+
+    def scale(self, shape: tuple[int, int]) -> float:
+        """One: `post` has scaled the update."""
+        return 1.0
+
+
+class AdaMuonRule(FixedNormRule):
     """The sign of the momentum, and an elementwise second moment of the result.
 
     With the momentum ``M``, and the result ``O`` of m outputs and n inputs::
@@ -32,8 +64,6 @@ class AdaMuonRule(UpdateRule):
         N = O / (sqrt(V) + 1e-8)
         U = N * update_scale * sqrt(m * n) / ||N||_F
     """
-
-    sum_dtype = torch.int64
 
     def state(self, param: Param) -> dict[str, Tensor]:
         """``second_moment``, float32, in the shape of the parameter."""
@@ -51,26 +81,15 @@ class AdaMuonRule(UpdateRule):
         self, results: Sequence[Tensor], pieces: Sequence[Piece], allsum: AllSum
     ) -> Sequence[Tensor]:
         """``O / (sqrt(V) + EPS)``, scaled to the Frobenius norm ``update_scale * sqrt(m n)``."""
-        updates, shares, bits = [], [], []
-        for result, piece in zip(results, pieces, strict=True):
-            decay, _ = momentum_of(piece.group, self.config)
+        updates, decays = [], [momentum_of(piece.group, self.config)[0] for piece in pieces]
+        for result, piece, decay in zip(results, pieces, decays, strict=True):
             wide = result.to(torch.float32)
             # Each operation is rounded by itself: a fused one may have other bits in another shard.
             moment = piece.state["second_moment"] * decay + wide.square().mul_(1 - decay)
             piece.state["second_moment"] = moment
             updates.append(wide / moment.sqrt().add_(EPS))
-            bits.append(fraction_bits(piece.matrix.num_elements, decay))
-            shares.append(sum_of_squares(updates[-1], bits[-1]))
-        for update, total, num_bits, piece in zip(
-            updates, allsum(shares), bits, pieces, strict=True
-        ):
-            target = self.config.update_factor * math.sqrt(piece.matrix.num_elements)
-            update.mul_(norm_factor(total, num_bits, target))
+        self.set_norms(updates, pieces, decays, allsum)
         return updates
-
-    def scale(self, shape: tuple[int, int]) -> float:
-        """One: `post` has scaled the update."""
-        return 1.0
 
 
 class AdaMuon(Muon):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from torch import Tensor
@@ -10,8 +9,6 @@ from torch import Tensor
 from amo_dist.config import AMOConfig
 from amo_dist.optimizers.muon import Muon, check_config
 from amo_dist.schedule.source import Amo
-
-logger = logging.getLogger(__name__)
 
 
 class AMO(Muon):
@@ -22,7 +19,6 @@ class AMO(Muon):
         lr: Argument of `Muon`.
         weight_decay: Argument of `Muon`.
         config: Settings of `Muon`, and of observation and plan.
-        num_steps: Optimizer steps of the run; AMO warns if the run ends before the plan is locked.
         options: Other arguments of `Muon`, but for ``schedule``.
     """
 
@@ -33,18 +29,11 @@ class AMO(Muon):
         weight_decay: float | None = None,
         *,
         config: AMOConfig | None = None,
-        num_steps: int | None = None,
         **options: Any,
     ) -> None:
         if "schedule" in options:
             raise TypeError("AMO makes its own schedules: leave schedule out, or use Muon")
         settings = check_config(config, AMOConfig)
-        if num_steps is not None and num_steps < settings.lock_step and not settings.observe_only:
-            logger.warning(
-                "config: the plan locks at step %d, and the run ends at step %d: write "
-                "config=AMOConfig.for_run(%d)",
-                *(settings.lock_step, num_steps, num_steps),
-            )
         super().__init__(
             params, lr, weight_decay, schedule=Amo(settings), config=settings, **options
         )

@@ -42,7 +42,6 @@ from amo_dist.engine.observe import (
 )
 from amo_dist.engine.parameters import (
     Parameters,
-    check_float16_eps,
     check_swap,
     lay_out,
     split_groups,
@@ -174,7 +173,6 @@ class Muon(torch.optim.Optimizer):
         self._assemble(ScheduleState(config, copy.copy(source)))
         check_keys(self.param_groups, self.rule_class.defaults)
         self._check_groups(self.param_groups)
-        check_float16_eps(self._engine.parameters, self.param_groups)
         if len(self._engine.membership.ranks) == 1:
             self._check_matrices(len(self._engine.parameters.matrices))
         self._engine.make_state()
@@ -457,7 +455,6 @@ class Muon(torch.optim.Optimizer):
         ns_dtype, wire_dtype = self._dtypes
         config = dataclasses.replace(state.config, ns_dtype=ns_dtype, wire_dtype=wire_dtype)
         self._assemble(dataclasses.replace(state, config=config))
-        check_float16_eps(self._engine.parameters, self.param_groups)
         self._engine.make_state()
 
     def _check_matrices(self, num_matrices: int) -> None:

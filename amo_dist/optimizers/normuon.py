@@ -16,17 +16,16 @@ from torch import Tensor
 from amo_dist.distributed.layout import Matrix, zeros_per_slice
 from amo_dist.engine.hyperparameters import is_below
 from amo_dist.engine.parameters import Param, Piece
-from amo_dist.engine.rule import AllSum, UpdateRule
-from amo_dist.kernels.exact_sums import fraction_bits, norm_factor, sum_of_squares
+from amo_dist.engine.rule import AllSum
+from amo_dist.kernels.exact_sums import sum_of_squares
+from amo_dist.optimizers.adamuon import EPS, FixedNormRule
 from amo_dist.optimizers.muon import Muon
 
-EPS = 1e-8
-"""Added to the root of the second moment."""
 LARGEST = 2.0
 """Largest entry of a result; entries of an orthogonal matrix are at most one."""
 
 
-class NorMuonRule(UpdateRule):
+class NorMuonRule(FixedNormRule):
     """One second moment per neuron, and a fixed norm of the whole update.
 
     For each neuron i, a row of ``nn.Linear``'s weight, with m outputs and n inputs::
@@ -37,7 +36,6 @@ class NorMuonRule(UpdateRule):
     """
 
     defaults = MappingProxyType({"beta2": 0.95})
-    sum_dtype = torch.int64
 
     def check(self, group: Mapping[str, Any]) -> None:
         """Refuse a ``beta2`` outside of [0, 1)."""
@@ -73,16 +71,8 @@ class NorMuonRule(UpdateRule):
             moment = moment * beta2 + mean.view(moment.shape).mul_(1 - beta2)
             piece.state["neuron_moment"] = moment
             updates[i].div_(moment.sqrt().add_(EPS))
-        bits = [fraction_bits(p.matrix.num_elements, p.group["beta2"]) for p in pieces]
-        norms = allsum(list(map(sum_of_squares, updates, bits)))
-        for update, norm, num_bits, piece in zip(updates, norms, bits, pieces, strict=True):
-            target = self.config.update_factor * math.sqrt(piece.matrix.num_elements)
-            update.mul_(norm_factor(norm, num_bits, target))
+        self.set_norms(updates, pieces, [piece.group["beta2"] for piece in pieces], allsum)
         return updates
-
-    def scale(self, shape: tuple[int, int]) -> float:
-        """One: `post` has scaled the update."""
-        return 1.0
 
 
 def _num_inputs(piece: Piece) -> int:

@@ -22,14 +22,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple, TypeAlias
 
 from amo_dist.config import PlanConfig, fail, sort_operator_types
-from amo_dist.schedule.allocate import (
-    exact_ratio,
-    flop_budget,
-    greedy,
-    least_error,
-    round_half_up,
-    step_budget,
-)
+from amo_dist.schedule import allocate
 from amo_dist.schedule.polar_express import error_curve, schedule_for, times_safety
 
 PLAN_FILE = "plan.json"
@@ -216,9 +209,9 @@ def plan_range(config: PlanConfig, num_types: int = 1) -> tuple[int, int]:
     """
     low, high, base = config.min_steps, config.max_steps, config.base_steps
     if config.planner == "paper":
-        total = step_budget(config.budget_ratio, num_types, base)
+        total = allocate.step_budget(config.budget_ratio, num_types, base)
         return min(low, max(total // num_types, 1)), max(high, -(-total // num_types))
-    low = min(low, max(math.floor(exact_ratio(config.budget_ratio) * base), 1))
+    low = min(low, max(math.floor(allocate.exact_ratio(config.budget_ratio) * base), 1))
     if config.budget_ratio >= 1:
         low, high = min(low, base), max(high, base)  # no plan may be worse than uniform
     return low, high
@@ -236,9 +229,12 @@ def check_budget(config: PlanConfig, costs: Sequence[int]) -> int:
     """
     if config.planner == "paper":
         least = len(costs)
-        budget = step_budget(config.budget_ratio, least, config.base_steps)
+        budget = allocate.step_budget(config.budget_ratio, least, config.base_steps)
     else:
-        least, budget = sum(costs), flop_budget(config.budget_ratio, costs, config.base_steps)
+        least, budget = (
+            sum(costs),
+            allocate.flop_budget(config.budget_ratio, costs, config.base_steps),
+        )
     if budget < least:
         fail("budget", budget, f"at least {least}, one step of every operator type")
     return budget
@@ -306,9 +302,9 @@ def make_plan(
         for curve, weight in zip(curves.values(), weights, strict=True)
     ]
     if config.planner == "paper":
-        allocation = greedy(weighted, budget, config.base_steps)
+        allocation = allocate.greedy(weighted, budget, config.base_steps)
     else:
-        allocation = least_error(weighted, budget, units)
+        allocation = allocate.least_error(weighted, budget, units)
     plan = Plan(
         planner=config.planner,
         operator_types=tuple(curves),
@@ -354,7 +350,7 @@ def plan_paper(
 
 def shrunk(config: PlanConfig, ell_robust: float) -> float:
     """Target of the paper, ``shrinkage * ell + (1 - shrinkage) * base_ell``, rounded once."""
-    alpha = exact_ratio(config.shrinkage)
+    alpha = allocate.exact_ratio(config.shrinkage)
     return float(alpha * Fraction(ell_robust) + (1 - alpha) * Fraction(config.base_ell))
 
 
@@ -368,7 +364,7 @@ def _round_to_sum(values: Sequence[Fraction]) -> list[int]:
     """Integers that sum to the rounded sum, by largest remainder; ties to the earlier."""
     counts = [math.floor(value) for value in values]
     by_remainder = sorted(range(len(values)), key=lambda i: (counts[i] - values[i], i))
-    for i in by_remainder[: round_half_up(sum(values, Fraction(0))) - sum(counts)]:
+    for i in by_remainder[: allocate.round_half_up(sum(values, Fraction(0))) - sum(counts)]:
         counts[i] += 1
     return counts
 

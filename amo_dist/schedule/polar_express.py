@@ -42,7 +42,7 @@ def compose(ell: float, steps: int) -> tuple[Triple, ...]:
     Raises:
         ValueError: ``ell`` or ``steps`` is out of range.
     """
-    return _run(*_checked(ell, steps))[0]
+    return _run(*_checked(ell, steps))
 
 
 def schedule_for(ell_effective: float, steps: int) -> Schedule:
@@ -74,7 +74,7 @@ def simulate(ell: float, steps: int) -> float:
     Raises:
         ValueError: ``ell`` or ``steps`` is out of range.
     """
-    return _run(*_checked(ell, steps))[1]
+    return Schedule(compose(ell, steps)).image(ell)
 
 
 def error_curve(ell: float, ks: Iterable[int]) -> dict[int, float]:
@@ -103,27 +103,26 @@ def _checked(ell: float, steps: int) -> tuple[float, int]:
 
 
 @lru_cache(maxsize=8192)
-def _run(ell: float, steps: int) -> tuple[tuple[Triple, ...], float]:
-    """The composed triples and the image of ``ell``."""
+def _run(ell: float, steps: int) -> tuple[Triple, ...]:
+    """The composed triples."""
     triples: list[Triple] = []
     lower, upper = ell, 1.0
     for step in range(1, steps + 1):
-        triple, lower = _step(lower, upper, is_last=step == steps)
+        triples.append(_step(lower, upper, is_last=step == steps))
+        lower = evaluate(triples[-1], lower)
         upper = 2.0 - lower
-        triples.append(triple)
-    return tuple(triples), lower
+    return tuple(triples)
 
 
-def _step(lower: float, upper: float, *, is_last: bool) -> tuple[Triple, float]:
-    """One step for ``[lower, upper]``: its triple and the image of ``lower``."""
+def _step(lower: float, upper: float, *, is_last: bool) -> Triple:
+    """The triple of one step for ``[lower, upper]``."""
     floor = CUSHION * upper
     a, b, c = _best_quintic(max(lower, floor), upper)
     if floor > lower:
         # Fitted above the floor only, p is too small below it: centre its range on one again.
         rescale = 2.0 / (evaluate((a, b, c), lower) + evaluate((a, b, c), upper))
         a, b, c = a * rescale, b * rescale, c * rescale
-    triple = (a, b, c) if is_last else for_input_over((a, b, c), SAFETY)
-    return triple, evaluate(triple, lower)
+    return (a, b, c) if is_last else for_input_over((a, b, c), SAFETY)
 
 
 def for_input_over(triple: Triple, s: float) -> Triple:

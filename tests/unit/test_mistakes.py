@@ -83,9 +83,8 @@ SCALES = "adjust_lr: found 'original' with .*Rule, which scales"
             (lambda kind=kind: kind(groups(), config=MuonConfig(adjust_lr="original")), SCALES)
             for kind in (AdaMuon, NorMuon)
         ),
-        (partial(MuonConfig, momentun=0.9), "MuonConfig.*'momentun'.*'momentum'"),
-        (partial(AMOConfig, momentun=0.9), "AMOConfig.*'momentun'.*'momentum'"),
-        (partial(AMOConfig, observe_untill=8), "observe_until"),
+        (partial(MuonConfig, momentun=0.9), "MuonConfig.*'momentun'"),
+        (partial(AMOConfig, observe_untill=8), "AMOConfig.*'observe_untill'"),
         (lambda: make_optimizer(None, groups()), "name: found None, expected one of"),
         (lambda: make_optimizer("Muon-XY", groups()), "name: found 'Muon-XY', .* 'AdamW', 'Muon'"),
         (lambda: make_optimizer("AMO", groups(), config=MuonConfig()), "config: .*AMOConfig"),
