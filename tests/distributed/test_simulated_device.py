@@ -1,35 +1,39 @@
-"""Every layout on the simulated device, under what NCCL refuses; no locked step waits."""
+"""Layouts on the simulated device, under what NCCL refuses; no locked step waits.
+
+Parameters in host memory, matrices on the device: the bits of all on the device.
+"""
 
 from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import DTensor
 
-from amo_dist import AMO, AMOConfig, param_groups
+from amo_dist import AMOConfig, Muon, MuonConfig, param_groups
+from amo_dist.distributed.layout import local_tensor
+from amo_dist.optimizers.named import make_optimizer
 from tests import runs
 from tests.distributed import models
 from tests.distributed import test_layouts_more as more
 from tests.distributed.harness import Ranks
 from tests.distributed.test_layouts_more import Shapes
 from tests.nccl import nccl
-from tests.simulated_device import simulated_device
+from tests.simulated_device import NCCL, SimulatedTensor, simulated_device
 
-pytestmark = pytest.mark.slow
-
-LR, STEPS = 3e-3, 10
-FIELDS = runs.PHASES | {"bucket_bytes": 256, "ns_dtype": "float32"}
-LOCKED = FIELDS["observe_until"] + FIELDS["transition_steps"]
-"""From here on schedules stay; in this very step matrices are dealt anew, which waits."""
-
-
-def build(layout: str) -> nn.Module:
-    """A layout of `models`, or a builder of `more`."""
-    if layout.startswith("build_"):
-        model: nn.Module = getattr(more, layout)("cuda")
-        return model
-    return models.make_model(layout, shapes_of(layout), "cuda")
+LR, STEPS = 3e-3, 11
+OF_MUON = {"bucket_bytes": 256, "ns_dtype": "float32"}
+FIELDS = runs.PHASES | OF_MUON | {"ns_guard_every": 8}
+LOCKED = 8
+"""From here on nothing is dealt anew or measured."""
+BOTH = "cpu:gloo,cuda:nccl"
 
 
 def shapes_of(layout: str) -> Shapes:
@@ -45,46 +49,117 @@ def shapes_of(layout: str) -> Shapes:
     }
 
 
-CASES = [
-    *(("plain", 4), ("fsdp", 3), ("hsdp_tp", 4), ("build_experts_0", 2)),
-    *(("build_sharded_stage", 4), ("hsdp", 4)),
-]
-"""Layout, and number of ranks."""
+def on_host(tensor: Tensor) -> DTensor:
+    """A DTensor of the same mesh whose local tensor lies in host memory, as FSDP2 makes them."""
+    assert isinstance(tensor, DTensor)
+    return DTensor(tensor.to_local().detach().cpu(), tensor._spec, requires_grad=False)
 
 
-def train(rank: int, world_size: int, layout: str) -> tuple[dict[str, Tensor], list[int], str]:
-    """Parameters, the number of operations of each locked step, and the last phase."""
-    with simulated_device() as device, nccl() as checks:
-        model = build(layout)
+def whole(param: Tensor) -> Tensor:
+    if isinstance(param, DTensor):
+        # `from_local` takes what lies on the host to the mesh's device.
+        sizes = {"shape": param.shape, "stride": param.stride()}
+        param = DTensor.from_local(
+            param.to_local(), param.device_mesh, param.placements, run_check=False, **sizes
+        )
+    return models.whole(param).cpu()
+
+
+def build(layout: str, is_offloaded: bool) -> nn.Module:
+    """A layout of `models`, or a builder of `more`."""
+    if is_offloaded and layout in ("fsdp", "hsdp"):  # as users do it
+        model = models.plain_model(shapes_of(layout), "cuda")
+        if layout == "hsdp":
+            mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("replicate", "shard"))
+        else:
+            mesh = more.world_mesh("cuda")
+        return models.shard(model, mesh, offload_policy=CPUOffloadPolicy())
+    if layout.startswith("build_"):
+        model = getattr(more, layout)("cuda")
+    else:
+        model = models.make_model(layout, shapes_of(layout), "cuda")
+    if not is_offloaded:
+        return model
+    return models.build({name: nn.Parameter(on_host(p)) for name, p in model.named_parameters()})
+
+
+@dataclasses.dataclass
+class Run:
+    """What a run leaves on a rank, on the CPU."""
+
+    params: dict[str, Tensor]
+    momenta: dict[str, Tensor]
+    control: dict[str, Any]
+    waits: list[Counter[str]]
+    """Of each quiet step."""
+    operations: list[int]
+    """On the device, of each quiet step."""
+    num_buckets: int
+    """Buckets whose results come to this rank."""
+
+
+def train(
+    rank: int,
+    world_size: int,
+    layout: str,
+    is_offloaded: bool = False,
+    backends: str = NCCL,
+    name: str = "AMO",
+) -> Run:
+    with simulated_device(backends) as device, nccl() as checks:
+        model = build(layout, is_offloaded)
         group = dist.group.WORLD if layout == "plain" and world_size > 1 else None
-        config = AMOConfig(**FIELDS)
+        config = AMOConfig(**FIELDS) if name == "AMO" else MuonConfig(**OF_MUON)
         groups = param_groups(model, allow_unused=True)
-        optimizer = AMO(groups, lr=LR, config=config, process_group=group)
-        counts = []
+        optimizer = make_optimizer(name, groups, lr=LR, config=config, process_group=group)
+        assert isinstance(optimizer, Muon)
+        waits, operations = [], []
         for step in range(1, STEPS + 1):
-            more.set_gradients(model, step)
-            for each in optimizer.param_groups:
-                each["lr"] = LR * step / STEPS  # a rate that changes costs no wait
+            for each, param in model.named_parameters():
+                grad = models.place_like(more.gradient(step, each, tuple(param.shape)), param)
+                param.grad = on_host(grad) if is_offloaded else grad
+            for own in optimizer.param_groups:
+                own["lr"] = LR * step / STEPS  # a rate that changes costs no wait
             device.clear()
             optimizer.step()
             if step > LOCKED:
-                assert (step, device.waits) == (step, {})
-                counts.append(device.operations.total())
+                waits.append(Counter(device.waits))
+                operations.append(device.operations.total())
             checks.check_waited()
-            states = [value for state in optimizer.state.values() for value in state.values()]
-            grads = [param.grad for param in model.parameters()]
-            kept = [getattr(x, "_local_tensor", x) for x in (*model.parameters(), *grads, *states)]
+            state = [value for own in optimizer.state.values() for value in own.values()]
+            params = [*model.parameters()]
+            kept = [local_tensor(x) for x in (*params, *(p.grad for p in params), *state)]
             # Flags and norms of the step; the smallest bucket takes 256 bytes in each direction.
-            assert device.held_bytes(without=kept) < 256, step
+            if not is_offloaded:
+                assert device.held_bytes(without=kept) < 256, step
         optimizer.check_last_update()
         # One ballot a step, and one sum an observation or residual.
-        assert checks.calls["all_reduce"] <= 2 * STEPS
-        named = model.named_parameters()
-        params = {name: models.whole(param).cpu() for name, param in named}
-    return params, counts, optimizer.phase
+        assert checks.calls["all_reduce"] <= 2 * STEPS or name != "AMO"
+        assert all(isinstance(x, SimulatedTensor) != is_offloaded for x in map(local_tensor, state))
+        named = dict(model.named_parameters())
+        assert all((param.device.type == "cpu") == is_offloaded for param in named.values())
+        states = {each: optimizer.state[param] for each, param in named.items()}
+        buffers = {each: own.get("momentum_buffer") for each, own in states.items()}
+        exchanges = optimizer._engine._exchanges
+        incoming = [bucket.incoming for exchange in exchanges for bucket in exchange.buckets]
+        return Run(
+            {each: whole(param) for each, param in named.items()},
+            {each: whole(buffer) for each, buffer in buffers.items() if buffer is not None},
+            optimizer.control_state_dict(),
+            waits,
+            operations,
+            sum(map(bool, incoming)),
+        )
 
 
-@pytest.mark.parametrize(("layout", "num_ranks"), CASES)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "num_ranks"),
+    [
+        *(("plain", 4), ("fsdp", 3), ("hsdp_tp", 4), ("build_experts_0", 2)),
+        *(("build_sharded_stage", 4), ("hsdp", 4)),
+    ],
+)
 def test_every_layout_trains_on_devices(run_on: Ranks, layout: str, num_ranks: int) -> None:
     shapes = shapes_of(layout)
     twin = more.make_twin(shapes, FIELDS)
@@ -93,22 +168,60 @@ def test_every_layout_trains_on_devices(run_on: Ranks, layout: str, num_ranks: i
         twin.lr = twin.adamw.param_groups[0]["lr"] = LR * step / STEPS
         twin.step(more.gradients(step, shapes))
     seen = set()
-    for params, counts, phase in run_on(num_ranks)(train, layout):
-        assert phase == "locked"
-        assert len(counts) == STEPS - LOCKED
+    for run in run_on(num_ranks)(train, layout):
+        assert run.waits == [{}] * (STEPS - LOCKED)
         # What is kept from step to step is made by the first locked one.
-        assert len(set(counts[1:])) == 1
-        for name, param in params.items():
-            for key, found in more.by_matrix(name, param).items():
+        assert len(set(run.operations)) == 1
+        for name, param in run.params.items():
+            for key, matrix in more.by_matrix(name, param).items():
                 # float32 products in another order, and AdamW fused; an update is 1e-4 at least.
-                torch.testing.assert_close(found, twin.params[key], rtol=1e-4, atol=2e-5)
+                torch.testing.assert_close(matrix, twin.params[key], rtol=1e-4, atol=2e-5)
                 seen.add(key)
     assert seen == set(twin.params)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="its wrapper of gloo lacks what FSDP2 calls")
 def test_pytorchs_own_checks_find_nothing(run_on: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """They compare shapes and order of all collectives, those of DTensor too."""
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
-    for _, counts, phase in run_on(2, fresh=True)(train, "fsdp"):
-        assert (phase, len(counts)) == ("locked", STEPS - LOCKED)
+    for run in run_on(2, fresh=True)(train, "fsdp"):
+        assert run.waits == [{}] * (STEPS - LOCKED)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "world_size", "backends"),
+    [
+        *(("AMO", "fsdp", 1, NCCL), ("AMO", "fsdp", 2, NCCL), ("AMO", "fsdp", 3, BOTH)),
+        *(("AMO", "tp", 2, NCCL), ("AMO", "hsdp", 4, NCCL)),
+        *(("NorMuon", "fsdp", 2, NCCL), ("AdaMuon", "fsdp", 2, NCCL)),
+    ],
+)
+def test_host_parameters_train_as_those_of_the_device(
+    run_on: Ranks, name: str, layout: str, world_size: int, backends: str
+) -> None:
+    ranks = run_on(world_size)
+    runs_by_place = (ranks(train, layout, place, backends, name) for place in (True, False))
+    for run, expected in zip(*runs_by_place, strict=True):
+        assert run.control == expected.control
+        assert run.momenta
+        assert runs.equal(run.momenta, expected.momenta)
+        for each, param in run.params.items():
+            # AdamW, on the device fused: a rounding of float32 a step.
+            rtol, atol = (0.0, 0.0) if each in run.momenta else (1e-5, 1e-6)
+            torch.testing.assert_close(param, expected.params[each], rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("backends", [NCCL, BOTH])
+def test_a_locked_step_waits_for_each_bucket_to_come_down(run_on: Ranks, backends: str) -> None:
+    for run in run_on(2)(train, "fsdp", True, backends):
+        for waits in run.waits:
+            by_file = Counter[str]()
+            for what, count in waits.items():
+                by_file[what.partition(":")[0]] += count
+            # The results of a bucket are downloaded; no upload waits. On NCCL the ballot uploads
+            # whether gradients are good, and downloads the maximum of all ranks; on gloo it
+            # downloads whether updates were finite.
+            expected = Counter({"synchronize at distributed/bucket.py": run.num_buckets})
+            expected["_to_copy at engine/ballot.py"] = 2 if backends == NCCL else 1
+            assert by_file == expected
