@@ -7,7 +7,6 @@ refuses to step.
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +20,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from amo_dist import AMO, AdaMuon, AMOConfig, Muon, NorMuon, param_groups
@@ -61,76 +59,39 @@ def prepare(model: nn.Module, optimizer: Muon) -> nn.Module:
     return model
 
 
-def prepared(rank: int, world_size: int, name: str) -> tuple[bool, bool, str]:
+def prepared(
+    rank: int, world_size: int, name: str, steps: int, flat: bool
+) -> tuple[bool, bool, str]:
+    """After so many steps, whose checkpoint goes into the swapped parameters."""
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    expected = shard(models.plain_model(models.shapes()))
+    reference = MAKE[name](param_groups(expected))
+    runs.train(expected, reference, 1, steps)
     model = models.plain_model(models.shapes())
     optimizer = MAKE[name](param_groups(model))
     prepare(model, optimizer)
-    expected = shard(models.plain_model(models.shapes()))
-    reference = MAKE[name](param_groups(expected))
-    runs.train(model, optimizer, 1, 9)
-    runs.train(expected, reference, 1, 9)
+    if steps:
+        with torch.no_grad():
+            for own, param in expected.named_parameters():
+                model.get_parameter(own).copy_(param)
+        state = copy.deepcopy(get_optimizer_state_dict(expected, reference, options=options))
+        get_optimizer_state_dict(model, optimizer, options=options)  # it is read into this one
+        set_optimizer_state_dict(model, optimizer, state, options=options)
+    runs.train(model, optimizer, steps + 1, 9)
+    runs.train(expected, reference, steps + 1, 9)
     momentum = optimizer.state[model.get_parameter(WQ)]["momentum_buffer"]
     return runs.same(model, expected), isinstance(momentum, DTensor), optimizer.phase
 
 
-@pytest.mark.parametrize("name", list(MAKE))
-def test_parameters_sharded_after_construction_are_trained(run_on: Ranks, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "steps", "flat"),
+    [*((name, 0, False) for name in MAKE), ("AMO", 5, False), ("AMO", 5, True)],
+)
+def test_parameters_sharded_after_construction_are_trained(
+    run_on: Ranks, name: str, steps: int, flat: bool
+) -> None:
     phase = "locked" if name == "AMO" else "uniform"
-    assert run_on(2)(prepared, name) == [(True, True, phase)] * 2
-
-
-def by_accelerate(rank: int, world_size: int) -> tuple[bool, bool]:
-    """Accelerate's own swap, which on CPUs it must be told to make."""
-    # Imported on the ranks alone: it keeps the state of a process.
-    from accelerate import Accelerator, FullyShardedDataParallelPlugin
-    from accelerate.utils import DistributedType
-
-    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": 1}
-    os.environ |= {"MASTER_ADDR": "localhost", **{key: str(n) for key, n in ranks.items()}}
-    accelerator = Accelerator(cpu=True)
-    accelerator.state.distributed_type = DistributedType.FSDP
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap")
-    accelerator.state.fsdp_plugin = plugin
-    model = models.plain_model(models.shapes())
-    optimizer = AMO(param_groups(model), config=CONFIG)
-    model, wrapped = accelerator.prepare(model, optimizer)
-    expected = fully_shard(models.plain_model(models.shapes()))
-    reference = AMO(param_groups(expected), config=CONFIG)
-    for step in range(1, 10):
-        for each, own in ((model, wrapped), (expected, reference)):
-            models.set_gradients(each, 1, step)
-            own.step()
-    return runs.same(model, expected), isinstance(model.get_parameter(WQ), DTensor)
-
-
-def test_parameters_that_accelerate_swaps_are_trained(run_on: Ranks) -> None:
-    pytest.importorskip("accelerate")
-    assert run_on(2, fresh=True)(by_accelerate) == [(True, True), (True, True)]
-
-
-def resumed(rank: int, world_size: int, flat: bool) -> bool:
-    """A checkpoint goes into an optimizer whose parameters were swapped, before any step."""
-    options = StateDictOptions(flatten_optimizer_state_dict=flat)
-    source = shard(models.plain_model(models.shapes()))
-    trained = AMO(param_groups(source), config=CONFIG)
-    runs.train(source, trained, 1, 5)
-    state = copy.deepcopy(get_optimizer_state_dict(source, trained, options=options))
-    model = models.plain_model(models.shapes())
-    optimizer = AMO(param_groups(model), config=CONFIG)
-    prepare(model, optimizer)
-    with torch.no_grad():
-        for name, param in source.named_parameters():
-            model.get_parameter(name).copy_(param)
-    get_optimizer_state_dict(model, optimizer, options=options)  # what a checkpoint is read into
-    set_optimizer_state_dict(model, optimizer, state, options=options)
-    runs.train(source, trained, 6, 9)
-    runs.train(model, optimizer, 6, 9)
-    return runs.same(source, model)
-
-
-@pytest.mark.parametrize("flat", [False, True])
-def test_a_checkpoint_is_loaded_after_the_swap(run_on: Ranks, flat: bool) -> None:
-    assert run_on(2)(resumed, flat) == [True, True]
+    assert run_on(2)(prepared, name, steps, flat) == [(True, True, phase)] * 2
 
 
 def gradients_on_one_rank(rank: int, world_size: int) -> bool:

@@ -5,21 +5,19 @@ A swap before the first step is followed; what would train nothing is refused.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor, nn
 
 from amo_dist import AMO, MissingGradientError, Muon
 from amo_dist.engine.ballot import MAX_IDLE_STEPS
 from tests import runs
 from tests.distributed import models
+from tests.distributed.test_ballot import DEVICES, on
 from tests.runs import NORM, W1, WQ
-from tests.simulated_device import simulated_device
 
 MATRICES = f"{WQ}, {W1}, layers.1.attention.wq.weight"
 
@@ -39,41 +37,32 @@ def swap_groups(optimizer: Muon, fresh: dict[Tensor, nn.Parameter]) -> None:
     ]
 
 
-def twins(
-    model: nn.Module, cast: Callable[[Tensor], Tensor] = torch.clone
-) -> tuple[nn.Module, dict[Tensor, nn.Parameter]]:
+def twins(model: nn.Module) -> tuple[nn.Module, dict[Tensor, nn.Parameter]]:
     """The model with other parameters of the same values, which it is from now on."""
-    fresh = {param: nn.Parameter(cast(param.detach())) for param in model.parameters()}
+    fresh = {param: nn.Parameter(param.detach().clone()) for param in model.parameters()}
     return models.build({name: fresh[param] for name, param in model.named_parameters()}), fresh
 
 
 @pytest.mark.parametrize("swap", [swap_lists, swap_groups])
-@pytest.mark.parametrize("kind", [Muon, AMO])
-def test_swapped_parameters_are_trained(kind: type[Muon], swap: Callable[..., None]) -> None:
+@pytest.mark.parametrize(("kind", "steps"), [(Muon, 0), (AMO, 0), (AMO, 5)])
+def test_swapped_parameters_are_trained(
+    kind: type[Muon], steps: int, swap: Callable[..., None]
+) -> None:
+    """After so many steps, whose state is loaded into them."""
     (old, optimizer), (expected, reference) = runs.make(kind=kind), runs.make(kind=kind)
+    runs.train(expected, reference, 1, steps)
+    old.load_state_dict(expected.state_dict())
     optimizer.load_state_dict(optimizer.state_dict())  # as Accelerate does before it swaps
     model, fresh = twins(old)
     swap(optimizer, fresh)
-    runs.train(model, optimizer)
-    runs.train(expected, reference)
+    if steps:
+        optimizer.load_state_dict(copy.deepcopy(reference.state_dict()))
+    runs.train(model, optimizer, steps + 1, steps + 3)
+    runs.train(expected, reference, steps + 1, steps + 3)
     assert runs.same(model, expected)
     assert not runs.same(model, old)
     assert set(optimizer.state) == set(model.parameters())
     assert all(param is model.get_parameter(n) for n, param in optimizer.params_by_name.items())
-
-
-def test_a_state_is_loaded_into_swapped_parameters() -> None:
-    source, trained = runs.make(kind=Muon)
-    runs.train(source, trained)
-    old, optimizer = runs.make(kind=Muon)
-    old.load_state_dict(source.state_dict())
-    model, fresh = twins(old)
-    swap_lists(optimizer, fresh)
-    optimizer.load_state_dict(trained.state_dict())
-    twin, other = copy.deepcopy((source, trained))
-    runs.train(twin, other, 4, 5)
-    runs.train(model, optimizer, 4, 5)
-    assert runs.same(model, twin)
 
 
 def test_other_parameters_cannot_take_the_place() -> None:
@@ -122,37 +111,42 @@ def test_a_swap_that_comes_too_late_is_refused() -> None:
 # ---------------------------------------------------------------- no gradients
 
 
-@pytest.mark.parametrize("is_on_devices", [False, True])
-def test_parameters_replaced_after_the_first_step_are_refused(is_on_devices: bool) -> None:
-    with simulated_device() if is_on_devices else contextlib.nullcontext():
-        model, optimizer = runs.make(kind=Muon, device="cuda" if is_on_devices else "cpu")
-        runs.train(model, optimizer, 1, 1)
+def make(device: str) -> tuple[nn.Module, Any]:
+    """After one step."""
+    model, optimizer = runs.make(kind=Muon, device=device)
+    runs.train(model, optimizer, 1, 1)
+    return model, optimizer
+
+
+@DEVICES
+def test_parameters_replaced_after_the_first_step_are_refused(device: str) -> None:
+    with on(device):
+        _, optimizer = make(device)
         optimizer.zero_grad()  # for good: the model has other parameters now
-        for _ in range(MAX_IDLE_STEPS - 1 + is_on_devices):
+        for _ in range(MAX_IDLE_STEPS - 1 + (device == "cuda")):
             optimizer.step()
         with pytest.raises(MissingGradientError, match=f"{MATRICES}: .* 10 such steps"):
             optimizer.step()
 
 
 def test_steps_before_the_first_gradient_change_nothing() -> None:
-    (model, optimizer), (twin, other) = runs.make(kind=Muon), runs.make(kind=Muon)
+    model, optimizer = runs.make(kind=Muon)
     before = runs.weights(model)
     optimizer.step()
     optimizer.step()
     assert runs.equal(runs.weights(model), before)
     assert (optimizer.num_steps_taken, optimizer.control_state_dict()["steps_skipped"]) == (0, 0)
     runs.train(model, optimizer, 1, 1)
-    runs.train(twin, other, 1, 1)
-    assert runs.same(model, twin)
+    assert runs.same(model, make("cpu")[0])
 
 
-@pytest.mark.parametrize("is_on_devices", [False, True])
+@DEVICES
 def test_later_steps_without_gradients_warn_once_in_a_row(
-    caplog: pytest.LogCaptureFixture, is_on_devices: bool
+    caplog: pytest.LogCaptureFixture, device: str
 ) -> None:
-    with simulated_device() if is_on_devices else contextlib.nullcontext():
-        model, optimizer = runs.make(kind=Muon, device="cuda" if is_on_devices else "cpu")
-        for step, has in enumerate((True, False, False, True, False), start=1):
+    with on(device):
+        model, optimizer = make(device)
+        for step, has in enumerate((False, False, True, False), start=2):
             models.set_gradients(model, 1, step)
             if not has:
                 optimizer.zero_grad()
@@ -169,11 +163,9 @@ def test_a_matrix_without_a_gradient_in_the_first_step_is_named(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """On the simulated device, whose new memory is NaN: what it has in place is a zero update."""
-    with simulated_device():
+    with on("cuda"):
         model, optimizer = runs.make(kind=Muon, device="cuda")
-        for step in (1, 2):
-            models.set_gradients(model, 1, step, missing=frozenset({W1, NORM}))
-            optimizer.step()
+        runs.train(model, optimizer, 1, 2, missing=frozenset({W1, NORM}))
         optimizer.check_last_update()
     (record,) = caplog.records
     assert record.getMessage().startswith(f"{W1}: found no gradient in step 1, as of a parameter")
