@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.testing._internal import common_optimizers as outside
 
 from amo_dist import (
@@ -84,15 +83,15 @@ def build(cls: type[Muon], params: Iterable[Any], **kwargs: Any) -> Muon:
     return cls(param_groups(model, patterns=dict.fromkeys(matrices, "matrix")), **options)
 
 
-def problem(*shapes: tuple[int, ...]) -> tuple[list[nn.Parameter], Callable[[], Tensor]]:
-    """Parameters of a linear layer, and a function that computes a loss and its gradients."""
+def problem() -> tuple[list[nn.Parameter], Callable[[], Tensor]]:
+    """Parameters of a linear layer and one without elements; a loss that makes gradients."""
     torch.manual_seed(0)
-    params = [nn.Parameter(torch.randn(shape)) for shape in shapes or ((10, 5), (10,))]
+    params = [nn.Parameter(torch.randn(shape)) for shape in ((10, 5), (10,), (5, 0))]
     inputs = torch.randn(5)
 
     def loss() -> Tensor:
         for param in params:
-            param.grad = None
+            param.grad = torch.zeros_like(param)
         value = (params[0].mv(inputs) + params[1]).square().sum()
         value.backward()
         return value.detach()
@@ -108,51 +107,14 @@ def same(left: Iterable[Tensor], right: Iterable[Tensor]) -> bool:
     return all(map(torch.equal, left, right))
 
 
-# ---------------------------------------------------------------- cases with every input
-
-
 @EVERY_INPUT
-def test_the_loss_falls(cls: type[Muon], kwargs: dict[str, Any]) -> None:
+def test_the_loss_falls_and_a_loaded_state_goes_on_alike(
+    cls: type[Muon], kwargs: dict[str, Any]
+) -> None:
     params, loss = problem()
     before = float(loss())
     optimizer = build(cls, params, **kwargs)
     repr(optimizer)
-    train(optimizer, loss, 30)
-    assert float(loss()) < before
-
-
-@EVERY_INPUT
-def test_the_loss_falls_with_strides(cls: type[Muon], kwargs: dict[str, Any]) -> None:
-    params, loss = problem()
-    with torch.no_grad():
-        for param in params:
-            param.data = torch.stack([param.data, param.data], dim=-1)[..., 0]
-    before = float(loss())
-    train(build(cls, params, **kwargs), loss, 30)
-    assert not params[0].is_contiguous()
-    assert float(loss()) < before
-
-
-@EVERY_INPUT
-def test_the_loss_falls_with_schedulers(cls: type[Muon], kwargs: dict[str, Any]) -> None:
-    for constructors in (INFO["SGD"].scheduler_inputs, INFO["Adam"].scheduler_inputs):
-        for several in constructors:
-            params, loss = problem()
-            before = float(loss())
-            optimizer = build(cls, params, **{"lr": 1e-2, **kwargs})
-            schedulers = [constructor(optimizer) for constructor in several]
-            for _ in range(30):
-                value = optimizer.step(loss)  # type: ignore[arg-type]
-                for scheduler in schedulers:
-                    is_plateau = isinstance(scheduler, ReduceLROnPlateau)
-                    scheduler.step(*([value] if is_plateau else []))
-            assert float(loss()) < before
-
-
-@EVERY_INPUT
-def test_a_loaded_state_goes_on_alike(cls: type[Muon], kwargs: dict[str, Any]) -> None:
-    params, loss = problem()
-    optimizer = build(cls, params, **kwargs)
     train(optimizer, loss)
     twins, twin_loss = problem()
     for twin, param in zip(twins, params, strict=True):
@@ -160,10 +122,10 @@ def test_a_loaded_state_goes_on_alike(cls: type[Muon], kwargs: dict[str, Any]) -
     other = build(cls, twins, **kwargs)
     saved = copy.deepcopy(optimizer.state_dict())
     other.load_state_dict(saved)
-    for _ in range(8):
-        train(optimizer, loss, 1)
-        train(other, twin_loss, 1)
-        assert same(params, twins)
+    train(optimizer, loss, 22)
+    train(other, twin_loss, 22)
+    assert float(loss()) < before
+    assert same(params, twins)
     assert repr(optimizer.state_dict()) == repr(other.state_dict())
     fresh = build(cls, problem()[0], **kwargs)
     fresh.load_state_dict(saved)
@@ -180,78 +142,6 @@ def test_zero_gradients_change_nothing(cls: type[Muon], kwargs: dict[str, Any]) 
     for _ in range(3):
         optimizer.step()
     assert same(params, before)
-
-
-@EVERY_INPUT
-def test_parameters_without_elements(cls: type[Muon], kwargs: dict[str, Any]) -> None:
-    params, loss = problem()
-    empty = nn.Parameter(torch.randn(5, 0))
-    optimizer = build(cls, [*params, empty], **kwargs)
-    for _ in range(2):
-        loss()
-        empty.grad = torch.randn(5, 0)
-        optimizer.step()
-
-
-# ---------------------------------------------------------------- cases of their own
-
-
-def test_hooks_of_steps_run(cls: type[Muon]) -> None:
-    params, loss = problem()
-    optimizer, calls = build(cls, params), []
-    handles = [
-        optimizer.register_step_pre_hook(lambda *_: calls.append("before")),
-        optimizer.register_step_post_hook(lambda *_: calls.append("after")),
-    ]
-    train(optimizer, loss, 2)
-    for handle in handles:
-        handle.remove()
-    train(optimizer, loss, 1)
-    assert calls == ["before", "after"] * 2
-
-
-def test_hooks_of_state_dicts_run(cls: type[Muon]) -> None:
-    optimizer = build(cls, problem()[0])
-    calls: list[str] = []
-
-    def note(own: Any) -> None:
-        calls.append("first")
-        own.state["test"] = 1  # as PyTorch's own test does
-
-    optimizer.register_state_dict_pre_hook(note)
-    optimizer.register_state_dict_pre_hook(lambda own: calls.append("zeroth"), prepend=True)
-    optimizer.register_state_dict_post_hook(lambda own, state: {**state, "extra": 1})
-    state = optimizer.state_dict()
-    assert (state["extra"], state["state"]["test"]) == (1, 1)
-    assert calls == ["zeroth", "first"]
-
-
-def test_hooks_of_loads_run(cls: type[Muon]) -> None:
-    optimizer = build(cls, problem()[0], lr=0.5)
-    saved = optimizer.state_dict()
-
-    def halve(own: Any, state: dict[str, Any]) -> dict[str, Any]:
-        groups = [{**group, "lr": group["lr"] / 2} for group in state["param_groups"]]
-        return {**state, "param_groups": groups}
-
-    calls: list[str] = []
-    optimizer.register_load_state_dict_pre_hook(halve)
-    optimizer.register_load_state_dict_post_hook(lambda own: calls.append("after"))
-    optimizer.load_state_dict(saved)
-    assert optimizer.param_groups[0]["lr"] == 0.25
-    assert calls == ["after"]
-
-
-def test_the_profiler_sees_step_and_zero_grad(cls: type[Muon]) -> None:
-    params, loss = problem()
-    optimizer = build(cls, params)
-    train(optimizer, loss, 1)
-    with torch.profiler.profile() as profile:
-        train(optimizer, loss, 1)
-        optimizer.zero_grad()
-    names = {event.name for event in profile.events() or ()}
-    assert f"Optimizer.step#{cls.__name__}.step" in names
-    assert f"Optimizer.zero_grad#{cls.__name__}.zero_grad" in names
 
 
 MISTAKES = {
