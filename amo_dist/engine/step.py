@@ -127,7 +127,7 @@ class Orders:
     Attributes:
         step: Optimizer step, counted from 1.
         schedules: Schedule of each matrix of this process; the same object until one changes.
-        owner_epoch: Value at whose change owners are assigned anew.
+        owners_version: Number at whose change owners are assigned anew.
         fingerprint: Lines that must be alike on all ranks.
         checked: Name of the matrix whose residual is measured; None for none.
         measurement: Measurement that follows the step, if any.
@@ -135,7 +135,7 @@ class Orders:
 
     step: int
     schedules: Sequence[Schedule]
-    owner_epoch: Hashable
+    owners_version: Hashable
     fingerprint: Sequence[str]
     checked: str | None
     measurement: Measurement | None
@@ -266,7 +266,7 @@ class Engine:
                 f"{type(rule).__name__}.sums: found {sorted(set(map(len, self._sum_sizes)))} sums, "
                 "expected the same number for all matrices, with 0 elements for those without one"
             )
-        self._owner_epoch: Hashable = None
+        self._owners_version: Hashable = None
         self._exchanges: list[Exchange] = []
         """Exchanges of training, which serve step after step."""
         self._sent_bytes = Counter[int]()
@@ -315,7 +315,7 @@ class Engine:
         Raises:
             As `Ballots.vote`.
         """
-        is_new = orders.owner_epoch != self._owner_epoch
+        is_new = orders.owners_version != self._owners_version
         # A skipped step must not be recorded, and the checks of new owners read the device.
         measures = orders.checked is not None or orders.measurement is not None
         waits = not self._is_on_device or is_new or measures
@@ -342,7 +342,7 @@ class Engine:
         Returns:
             The step, for the measurements that follow it.
         """
-        if orders.owner_epoch != self._owner_epoch:
+        if orders.owners_version != self._owners_version:
             self._assign_owners(orders)
         self._sent_bytes = Counter()
         params = [
@@ -362,7 +362,7 @@ class Engine:
                 self._post(step)
         except BaseException:
             # Messages still under way must not arrive in the buffers of a later step.
-            self._owner_epoch, self._exchanges = None, []
+            self._owners_version, self._exchanges = None, []
             raise
         self._norms = step.norms
         self.ballots.report_updates(step.outcomes, step.skip_mask)
@@ -381,7 +381,7 @@ class Engine:
                 by_momentum[momentum].append((local.state[MOMENTUM], local.grad))
             for momentum, pairs in by_momentum.items():
                 buffers, grads = map(list, zip(*pairs, strict=True))
-                update_momentum(buffers, grads, momentum, bad=step.skip_mask)
+                update_momentum(buffers, grads, momentum, skip_mask=step.skip_mask)
 
     def _adamw(self, step: Step) -> None:
         """Update the parameters without matrices; a shard gets the bits of the whole.
@@ -395,7 +395,7 @@ class Engine:
             if not local.param.views and local.grad is not None
         ]
         with record_function("amo::adamw"), self._deferring(step, "AdamW"):
-            bad = None if step.skip_mask is None else step.skip_mask.to(torch.float32)
+            is_skipped = None if step.skip_mask is None else step.skip_mask.to(torch.float32)
             for batch in batches(updates):
                 states = [update.local.state for update in batch]
                 group = self.groups[batch[0].local.param.group]
@@ -412,7 +412,7 @@ class Engine:
                         [state["step"] for state in states],
                         foreach=not is_fused,
                         fused=is_fused,
-                        found_inf=bad,
+                        found_inf=is_skipped,
                         amsgrad=False,
                         beta1=beta1,
                         beta2=beta2,
@@ -574,7 +574,7 @@ class Engine:
             for piece in pieces:
                 stored = piece.stored_state()
                 new = [piece.state[name] for name in stored]
-                set_weights(list(stored.values()), new, bad=step.skip_mask)
+                set_weights(list(stored.values()), new, skip_mask=step.skip_mask)
             self._apply(step, list(zip(pieces, updates, strict=True)))
         if sums.error is not None:
             raise sums.error
@@ -586,7 +586,7 @@ class Engine:
             with record_function("amo::update"), lent_weights(batch) as weights:
                 changes = [update.change for update in batch]
                 if self.rule.sets_weights:
-                    set_weights(weights, changes, bad=step.skip_mask)
+                    set_weights(weights, changes, skip_mask=step.skip_mask)
                     continue
                 group = self.groups[batch[0].local.param.group]
                 apply_update(
@@ -596,7 +596,7 @@ class Engine:
                     weight_decay=float(group["weight_decay"]),
                     scales=[update.scale for update in batch],
                     cautious=self.config.cautious_decay,
-                    bad=step.skip_mask,
+                    skip_mask=step.skip_mask,
                 )
 
     @contextlib.contextmanager
@@ -623,7 +623,7 @@ class Engine:
     def _assign_owners(self, orders: Orders) -> None:
         """Assign owners anew; a collective over the world, which may wait."""
         # The old buffers are freed first; and if this fails, all ranks plan anew.
-        self._exchanges, self._owner_epoch = [], None
+        self._exchanges, self._owners_version = [], None
         indices, text = range(len(self.parameters.matrices)), "new owners"
         try:
             self._exchanges = self._make_exchanges(indices, orders.schedules, self.wire)
@@ -632,7 +632,7 @@ class Engine:
                 raise
             text = failure_text(f"step {orders.step}: allocating buffers", error)
         check_alike("owners", text, self.world.group)
-        self._owner_epoch = orders.owner_epoch
+        self._owners_version = orders.owners_version
 
     def exchanges_to_measure(
         self, names: Collection[str], schedules: Sequence[Schedule]

@@ -127,7 +127,7 @@ def update_momentum(
     grads: Tensors,
     momentum: float,
     *,
-    bad: Tensor | None = None,
+    skip_mask: Tensor | None = None,
 ) -> None:
     """``B <- momentum * B + G``, in place.
 
@@ -135,7 +135,7 @@ def update_momentum(
         buffers: Momentum buffers; modified.
         grads: Gradients of the same shapes, in any floating dtype; not modified.
         momentum: Decay; no ``1 - momentum`` in front of the gradient.
-        bad: Verdict, 0-dim, boolean, on their device: where true, no buffer changes, whatever the
+        skip_mask: 0-dim, boolean, on their device: where true, no buffer changes, whatever the
             gradients hold.
 
     Raises:
@@ -144,9 +144,14 @@ def update_momentum(
     for dtype, (buffers_part, grads_part) in _parts(buffers, grads):
         # Adding -0.0 leaves every buffer as it is; adding 0.0 would turn -0.0 into 0.0.
         added, wide = _widened(
-            dtype, grads_part, buffers_part, copies=bad is not None, bad=bad, fill=-0.0
+            dtype,
+            grads_part,
+            buffers_part,
+            copies=skip_mask is not None,
+            skip_mask=skip_mask,
+            fill=-0.0,
         )
-        torch._foreach_mul_(wide, _unless_bad(bad, momentum, 1.0, dtype))
+        torch._foreach_mul_(wide, _unless_skipped(skip_mask, momentum, 1.0, dtype))
         torch._foreach_add_(wide, added)
         if wide is not buffers_part:
             torch._foreach_copy_(buffers_part, wide)
@@ -181,7 +186,7 @@ def apply_update(
     weight_decay: float,
     scales: Sequence[float],
     cautious: bool = False,
-    bad: Tensor | None = None,
+    skip_mask: Tensor | None = None,
 ) -> None:
     """``W <- W * (1 - lr * weight_decay) - lr * scale * X``, in place.
 
@@ -192,7 +197,7 @@ def apply_update(
         weight_decay: Decoupled weight decay.
         scales: ``update_scale`` of the whole matrix, for each parameter.
         cautious: Decay only entries whose update has the same sign.
-        bad: Verdict, 0-dim, boolean, on their device: where true, no parameter changes.
+        skip_mask: 0-dim, boolean, on their device: where true, no parameter changes.
 
     Raises:
         ValueError: Lists of different lengths.
@@ -200,12 +205,12 @@ def apply_update(
     # A tensor learning rate in float64 is rounded as a Python float is.
     rate: float | Tensor = lr.to(torch.float64) if isinstance(lr, Tensor) else lr
     for dtype, (params_part, updates_part, scales_part) in _parts(params, updates, scales):
-        steps, wide = _widened(dtype, updates_part, params_part, copies=True, bad=bad)
+        steps, wide = _widened(dtype, updates_part, params_part, copies=True, skip_mask=skip_mask)
         for factor in dict.fromkeys(scales_part):
             pairs = zip(steps, scales_part, strict=True)
             alike = [step for step, step_scale in pairs if step_scale == factor]
-            torch._foreach_mul_(alike, _unless_bad(None, rate * factor, 0.0, dtype))
-        kept = _unless_bad(bad, 1 - rate * weight_decay, 1.0, dtype)
+            torch._foreach_mul_(alike, _in_dtype(rate * factor, dtype))
+        kept = _unless_skipped(skip_mask, 1 - rate * weight_decay, 1.0, dtype)
         if weight_decay != 0 and cautious:
             torch._foreach_mul_(wide, list(map(_cautious, wide, updates_part, repeat(kept))))
         elif weight_decay != 0:
@@ -216,17 +221,17 @@ def apply_update(
 
 
 @torch.no_grad()
-def set_weights(targets: Tensors, values: Tensors, *, bad: Tensor | None = None) -> None:
+def set_weights(targets: Tensors, values: Tensors, *, skip_mask: Tensor | None = None) -> None:
     """``W <- V``, in place.
 
     Args:
         targets: Weights, or state of a rule; modified.
         values: New values of the same shapes, any floating dtype; may be the targets themselves.
-        bad: Verdict, 0-dim, boolean, on their device: where true, no target changes.
+        skip_mask: 0-dim, boolean, on their device: where true, no target changes.
     """
     for target, value in zip(targets, values, strict=True):
-        if bad is not None:
-            value = torch.where(bad, target, value.to(target.dtype))
+        if skip_mask is not None:
+            value = torch.where(skip_mask, target, value.to(target.dtype))
         target.copy_(value)
 
 
@@ -258,17 +263,21 @@ def _cautious(values: Tensor, updates: Tensor, kept: float | Tensor) -> Tensor:
     return torch.where(values.sign() == updates.sign(), kept, torch.ones_like(values))
 
 
-def _unless_bad(
-    bad: Tensor | None, value: float | Tensor, otherwise: float, dtype: torch.dtype
+def _in_dtype(value: float | Tensor, dtype: torch.dtype) -> float | Tensor:
+    """A number as it is, a tensor in a dtype: 0-dim float64 would promote 0-dim float32."""
+    return value.to(dtype) if isinstance(value, Tensor) else value
+
+
+def _unless_skipped(
+    skip_mask: Tensor | None, value: float | Tensor, otherwise: float, dtype: torch.dtype
 ) -> float | Tensor:
-    """The value, or ``otherwise`` where ``bad`` is true, which only the device may know by now."""
-    if bad is None:
-        # A 0-dim float64 tensor would promote 0-dim float32 ones.
-        return value.to(dtype) if isinstance(value, Tensor) else value
+    """The value, or ``otherwise`` where the mask is true, which only the device may know by now."""
+    if skip_mask is None:
+        return _in_dtype(value, dtype)
     if not isinstance(value, Tensor):
         # A kernel fills it: a copy to the device would wait for the device.
-        value = torch.full((), value, dtype=dtype, device=bad.device)
-    return value.to(dtype).masked_fill(bad, otherwise)
+        value = torch.full((), value, dtype=dtype, device=skip_mask.device)
+    return value.to(dtype).masked_fill(skip_mask, otherwise)
 
 
 def _parts(
@@ -320,7 +329,7 @@ def _widened(
     dtype: torch.dtype,
     *lists: list[Tensor],
     copies: bool = False,
-    bad: Tensor | None = None,
+    skip_mask: Tensor | None = None,
     fill: float = 0.0,
 ) -> list[list[Tensor]]:
     """Lists of tensors in a dtype: themselves where they have it, else contiguous copies.
@@ -332,9 +341,9 @@ def _widened(
         dtype: Dtype of the results.
         lists: Tensors, each list of the same shapes.
         copies: Whether the first list is copied in any case.
-        bad: Verdict, 0-dim, boolean, on the device: where true, the copy of the first list is all
+        skip_mask: 0-dim, boolean, on the device: where true, the copy of the first list is all
             ``fill``.
-        fill: Number that stands in for bad values.
+        fill: Number that stands in for skipped values.
     """
     results = list(lists)
     dtypes = [tensors[0].dtype for tensors in lists]
@@ -357,6 +366,6 @@ def _widened(
             results[number][index] = view
     for number in narrow:
         torch._foreach_copy_(results[number], lists[number])
-        if number == 0 and bad is not None:
-            flat.masked_fill_(bad, fill)  # before the other lists are written
+        if number == 0 and skip_mask is not None:
+            flat.masked_fill_(skip_mask, fill)  # before the other lists are written
     return results

@@ -200,7 +200,6 @@ class Muon(torch.optim.Optimizer):
 
     # ---------------------------------------------------------------- one step
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one optimizer step: a collective over the world.
 
@@ -327,7 +326,7 @@ class Muon(torch.optim.Optimizer):
         return Orders(
             step,
             decision.schedules,
-            owner_epoch=0 if has_fixed_owners else version,
+            owners_version=0 if has_fixed_owners else version,
             fingerprint=[
                 f"step {step}",
                 f"settings, schedules and state {decision.digest}",

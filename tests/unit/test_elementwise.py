@@ -176,8 +176,8 @@ def test_a_set_mask_changes_no_bit(
     before = torch.tensor([0.0, -0.0, 1.5, -2e-30, torch.nan, torch.inf]).to(dtype)
     incoming, bad = torch.full((6,), number, dtype=gradient_dtype), torch.tensor(True)
     momentum, param = before.clone(), before.clone()
-    update_momentum([momentum], [incoming], 0.9, bad=bad)
-    apply_update([param], [incoming], lr=0.1, weight_decay=0.1, scales=[0.2], bad=bad)
+    update_momentum([momentum], [incoming], 0.9, skip_mask=bad)
+    apply_update([param], [incoming], lr=0.1, weight_decay=0.1, scales=[0.2], skip_mask=bad)
     for after in (momentum, param):
         assert torch.equal(after.view(torch.uint8), before.view(torch.uint8))
 
@@ -187,8 +187,8 @@ def test_an_unset_mask_gives_the_bits_of_none(dtype: torch.dtype) -> None:
     values, results = [torch.randn(7, 5).to(dtype) for _ in range(4)], []
     for bad in (None, torch.tensor(False)):
         first, second, *others = (value.clone() for value in values)
-        update_momentum([first, second], others, 0.9, bad=bad)
+        update_momentum([first, second], others, 0.9, skip_mask=bad)
         options: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1, "scales": [0.2, 0.3]}
-        apply_update([first, second], others, **options, bad=bad)
+        apply_update([first, second], others, **options, skip_mask=bad)
         results.append((first, second))
     assert all(map(torch.equal, *results))

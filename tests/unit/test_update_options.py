@@ -93,9 +93,9 @@ def test_cautious_decay_by_the_formula(dtype: torch.dtype, lr: float | Tensor) -
     options: dict[str, Any] = {"lr": lr, "weight_decay": 0.5, "cautious": True}
     found = [w.clone() for _ in range(2)]
     apply_update(found[:1], [x], scales=[0.3], **options)
-    apply_update(found[1:2], [x], scales=[0.3], bad=torch.tensor(False), **options)
+    apply_update(found[1:2], [x], scales=[0.3], skip_mask=torch.tensor(False), **options)
     assert all(torch.equal(each, expected.to(dtype)) for each in found)
-    apply_update(found[:1], [x], scales=[0.3], bad=torch.tensor(True), **options)
+    apply_update(found[:1], [x], scales=[0.3], skip_mask=torch.tensor(True), **options)
     assert torch.equal(found[0], expected.to(dtype))
 
 
