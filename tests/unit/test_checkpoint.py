@@ -58,20 +58,18 @@ def refusal(state: dict[str, Any], **fields: Any) -> str:
 # Before the first step, before an observation, at the plan, in the transition, after the lock.
 @pytest.mark.parametrize("saved_at", [0, 1, 4, 5, 8])
 @pytest.mark.parametrize(
-    ("dtype", "fields"),
-    [(torch.float32, {}), (torch.bfloat16, {"planner": "paper"})],
-    ids=["measured", "paper in bfloat16"],
+    "options",
+    [{}, {"planner": "paper", "dtype": torch.bfloat16}, {"kind": ROOT}],
+    ids=["measured", "paper in bfloat16", "ROOT, which fits before its first step"],
 )
-def test_resuming_continues_bit_for_bit(
-    saved_at: int, dtype: torch.dtype, fields: dict[str, Any]
-) -> None:
-    model, optimizer = runs.make(dtype=dtype, **fields)
+def test_resuming_continues_bit_for_bit(saved_at: int, options: dict[str, Any]) -> None:
+    model, optimizer = runs.make(**options)
     runs.train(model, optimizer, 1, saved_at)
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     read = models.through_a_file(state)
     runs.train(model, optimizer, saved_at + 1, STEPS)
     ends = runs.everything(model, optimizer)
-    resumed, other = runs.make(dtype=dtype, **fields)
+    resumed, other = runs.make(**options)
     # Another optimizer, and the one that has gone on.
     for one, running in ((resumed, other), (model, optimizer)):
         running.load_state_dict(copy.deepcopy(read["optimizer"]))
@@ -80,34 +78,6 @@ def test_resuming_continues_bit_for_bit(
         runs.train(one, running, saved_at + 1, STEPS)
         assert all(map(torch.equal, runs.everything(one, running), ends))
     assert other.control_state_dict() == optimizer.control_state_dict()
-
-
-def test_a_state_from_before_a_fit_is_fitted_after_the_load() -> None:
-    model = models.plain_model(runs.SHAPES)
-    optimizer = ROOT(param_groups(model))
-    read = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-    runs.train(model, optimizer, 1, 2)
-    ends = runs.everything(model, optimizer)
-    model.load_state_dict(read["model"])
-    optimizer.load_state_dict(read["optimizer"])
-    runs.train(model, optimizer, 1, 2)
-    assert all(map(torch.equal, runs.everything(model, optimizer), ends))
-
-
-@pytest.mark.parametrize("num_steps", [0, 3])
-def test_a_step_without_gradients_counts_as_in_the_run_that_went_on(num_steps: int) -> None:
-    """Only before the first gradient it does not count, whether that was before a load or not."""
-    model, optimizer = runs.make()
-    runs.train(model, optimizer, 1, num_steps)
-    _, other = runs.make()
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    copied = copy.deepcopy(optimizer)
-    for running in (optimizer, other, copied):
-        for group in running.param_groups:
-            for param in group["params"]:
-                param.grad = None
-        running.step()
-        assert running.num_steps_taken == (num_steps and num_steps + 1)
 
 
 def test_parameters_frozen_before_a_load_by_a_helper_are_named() -> None:
@@ -261,6 +231,45 @@ def test_a_foreign_state_is_named(origin: str) -> None:
     message = refusal(foreign.state_dict())
     assert f"look like those of torch.optim.{origin}" in message
     assert "docs/checkpoints.md" in message
+
+
+# ---------------------------------------------------------------- names
+
+A, B, OTHER = (f"layers.{layer}.attention.wq.weight" for layer in range(3))
+
+
+def trained(*names: str) -> tuple[dict[str, torch.Tensor], Muon]:
+    """The momenta of matrices of one shape, after a step, and their optimizer."""
+    model, optimizer = runs.make(kind=Muon, shapes=dict.fromkeys(names, (6, 4)))
+    runs.train(model, optimizer, 1, 1)
+    return momenta(optimizer), optimizer
+
+
+def momenta(optimizer: Muon) -> dict[str, torch.Tensor]:
+    params = optimizer.params_by_name.items()
+    return {name: optimizer.state[param]["momentum_buffer"].clone() for name, param in params}
+
+
+@pytest.mark.parametrize("has_names", [True, False])
+def test_names_decide_which_matrix_gets_which_momentum(has_names: bool) -> None:
+    """Without names, their places do."""
+    expected, saved = trained(A, B)
+    assert not torch.equal(expected[A], expected[B])
+    state = saved.state_dict()
+    groups = param_groups(models.plain_model({A: (6, 4), B: (6, 4)}))
+    if has_names:
+        groups[0]["params"].reverse()
+    else:
+        del state["param_names"]
+    optimizer = Muon(groups)
+    optimizer.load_state_dict(state)
+    assert runs.equal(momenta(optimizer), expected)
+
+
+def test_state_of_other_names_is_refused() -> None:
+    message = rf"^param_names\[0\]: found .*{B}, layers\.2\.attention\.wq\.weight"
+    with pytest.raises(ValueError, match=message):
+        trained(A, OTHER)[1].load_state_dict(trained(A, B)[1].state_dict())
 
 
 # ---------------------------------------------------------------- other settings
