@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import logging
 from collections.abc import Iterator, Sequence
@@ -47,84 +48,6 @@ def take(model: nn.Module, optimizer: Muon, step: int) -> str:
     return raised(optimizer.step)
 
 
-# ------------------------------------------------------------------ measurements
-
-
-def fail_to_measure(rank: int, world_size: int, name: str, failed: int, owner: int) -> list[str]:
-    """The error of each call of ``step``; ``name`` has no memory on one rank."""
-    model, optimizer = runs.make("fsdp", AMO, sample_size=9, ns_guard_every=3)
-    module, errors = observe if name == "spectrum" else one_step, []
-    for number in range(1, 8):
-        with full(module, name, (rank, number) == (owner, failed)):
-            errors.append(take(model, optimizer, number))
-    assert optimizer.num_steps_taken == 6, errors
-    assert optimizer.control_state_dict()["source"]["plan"] is not None
-    return errors
-
-
-@pytest.mark.parametrize(("name", "failed", "owner"), [("spectrum", 2, 1), ("ns_residual", 3, 0)])
-def test_a_measurement_that_fails_on_its_owner_is_raised_on_all(
-    run_on: Ranks, name: str, failed: int, owner: int
-) -> None:
-    errors, *others = run_on(3)(fail_to_measure, name, failed, owner)
-    assert others == [errors] * 2
-    assert [number for number, error in enumerate(errors) if error] == [failed]
-    assert errors[failed].startswith(f"RuntimeError: step {failed}: measuring layers.")
-    end = f"failed on rank {owner}: OutOfMemoryError: CUDA out of memory"
-    assert errors[failed].endswith(end)
-
-
-# ------------------------------------------------------------------ Newton-Schulz
-
-
-def fail_to_orthogonalize(rank: int, world_size: int, device: str) -> list[tuple[str, bool]]:
-    """Error of each step, and whether it changed nothing; the third fails on the second rank."""
-    results = []
-    with on(device) as simulated:
-        model, optimizer = runs.make("fsdp", Muon, device=device, bucket_bytes=256)
-        for step in range(1, 7):
-            before, is_full = held(model, optimizer), (rank, step) == (1, 3)
-            models.set_gradients(model, 3, step)
-            if simulated is not None:
-                simulated.clear()
-            with full(one_step, "orthogonalize", is_full):
-                error = raised(optimizer.step)
-            # The failure itself may read; what follows of it does not.
-            if simulated is not None and step in (3, 4) and not is_full:
-                assert not simulated.waits
-            results.append((error, is_unchanged(before)))
-        with full(one_step, "orthogonalize", rank == 1):
-            assert take(model, optimizer, 7) == ""
-        results.append((raised(optimizer.check_last_update), False))
-    return results
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_newton_schulz_that_fails_on_its_owner_is_raised_on_all(run_on: Ranks, device: str) -> None:
-    """On a device the step after the failure changes nothing, and the next one raises."""
-    results, other = run_on(2)(fail_to_orthogonalize, device)
-    assert results == other
-    *steps, last = results
-    failed = 4 if device == "cpu" else 5
-    assert [step for step, (error, _) in enumerate(steps, 1) if error] == [failed]
-    unchanged = {4} if device == "cpu" else {4, 5}
-    assert {step for step, (_, is_same) in enumerate(steps, 1) if is_same} == unchanged
-    assert steps[failed - 1][0].startswith("RuntimeError: step 3: orthogonalizing layers.")
-    assert steps[failed - 1][0].endswith("on rank 1: OutOfMemoryError: CUDA out of memory")
-    assert last[0].startswith("RuntimeError: step ")
-
-
-def test_a_single_process_raises_at_once_and_undoes_no_good_step() -> None:
-    model, optimizer = runs.make("plain", Muon)
-    assert take(model, optimizer, 1) == ""
-    with full(one_step, "orthogonalize", True):
-        assert take(model, optimizer, 2) == "OutOfMemoryError: CUDA out of memory"
-    assert optimizer.control_state_dict()["steps_taken"] == optimizer.num_steps_taken == 1
-
-
-# ------------------------------------------------------------------ the rest of a step
-
-
 def post_without_memory(
     self: UpdateRule, results: Sequence[Tensor], pieces: Sequence[Piece], allsum: AllSum
 ) -> Sequence[Tensor]:
@@ -133,46 +56,102 @@ def post_without_memory(
     raise FULL
 
 
-FAILING: dict[str, tuple[type[Muon], Any, str, Any]] = {
-    "updating momentum": (NorMuon, one_step, "update_momentum", FULL),
-    "reading momentum": (NorMuon, one_step, "nesterov", FULL),
-    "AdamW": (NorMuon, one_step, "adamw", FULL),
-    "updating matrices": (Muon, one_step, "apply_update", FULL),
-    "finishing updates": (NorMuon, NorMuonRule, "post", post_without_memory),
+@dataclasses.dataclass
+class Failure:
+    """What has no memory left on one rank, and when.
+
+    Attributes:
+        kind: Optimizer.
+        target: Where the function is.
+        name: Of the function.
+        fails_at: Step.
+        raised_at: Step that raises on all ranks.
+        rank: That fails.
+        fields: Of the config.
+        options: Of the patch.
+    """
+
+    kind: type[Muon]
+    target: Any
+    name: str
+    fails_at: int = 3
+    raised_at: int = 4
+    rank: int = 1
+    fields: dict[str, Any] = dataclasses.field(default_factory=dict)
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+FAILURES = {
+    "updating momentum": Failure(NorMuon, one_step, "update_momentum"),
+    "reading momentum": Failure(NorMuon, one_step, "nesterov"),
+    "AdamW": Failure(NorMuon, one_step, "adamw"),
+    "updating matrices": Failure(Muon, one_step, "apply_update"),
+    "finishing updates": Failure(
+        NorMuon, NorMuonRule, "post", options={"new": post_without_memory}
+    ),
+    "orthogonalizing layers.": Failure(Muon, one_step, "orthogonalize"),
+    "allocating buffers": Failure(Muon, one_step, "make_buckets", 1, 1),
+    "measuring layers.": Failure(AMO, observe, "spectrum", 2, 3, fields={"sample_size": 9}),
+    "measuring layers. ": Failure(
+        *(AMO, one_step, "ns_residual", 3, 4, 0), fields={"ns_guard_every": 3}
+    ),
 }
-"""Optimizer, function and failure by what the error names."""
+"""By what the error names."""
 
 
-def fail_in_a_step(rank: int, world_size: int, part: str) -> list[str]:
-    kind, target, name, failure = FAILING[part]
-    model, optimizer = runs.make("fsdp", kind, bucket_bytes=256)
-    errors = [take(model, optimizer, 1)]
-    patch = {"side_effect": failure} if failure is FULL else {"new": failure}
-    with full(target, name, rank == 1, **patch):
-        errors.append(take(model, optimizer, 2))
-    errors += [take(model, optimizer, 3), take(model, optimizer, 3)]
-    assert optimizer.num_steps_taken == 3
-    assert all(tensor.isfinite().all() for tensor, _ in held(model, optimizer))
-    return errors
+def fail(rank: int, world_size: int, what: str, device: str) -> tuple[Any, ...]:
+    """Errors by step, steps that changed nothing, and the error of a last failure."""
+    failure = FAILURES[what]
+    errors, unchanged = {}, set()
+    with on(device) as simulated:
+        fields = {"bucket_bytes": 256, "ns_guard_every": 0, **failure.fields}
+        model, optimizer = runs.make("fsdp", failure.kind, device=device, **fields)
+        for step in range(1, 8):
+            before = held(model, optimizer)
+            is_full = (rank, step) == (failure.rank, failure.fails_at)
+            models.set_gradients(model, 3, step)
+            if simulated is not None:
+                simulated.clear()
+            with full(failure.target, failure.name, is_full, **failure.options):
+                if error := raised(optimizer.step):
+                    errors[step] = error
+            # The failure itself may read; what follows of it does not.
+            if simulated is not None and step in (3, 4) and not is_full:
+                assert not simulated.waits
+            if is_unchanged(before):
+                unchanged.add(step)
+        assert optimizer.num_steps_taken == (6 if simulated is None else 5)
+        assert optimizer.phase in ("uniform", "transition")
+        assert all(tensor.isfinite().all() for tensor, _ in held(model, optimizer))
+        with full(failure.target, failure.name, rank == failure.rank, **failure.options):
+            assert take(model, optimizer, 7) == ""
+        return errors, unchanged, raised(optimizer.check_last_update)
 
 
-@pytest.mark.parametrize("part", FAILING)
-def test_whatever_fails_in_a_step_is_raised_on_all(run_on: Ranks, part: str) -> None:
-    error = f"RuntimeError: step 2: {part} failed on rank 1: OutOfMemoryError: CUDA out of memory"
-    assert run_on(2)(fail_in_a_step, part) == [["", "", error, ""]] * 2
+@pytest.mark.parametrize(
+    ("what", "device"),
+    [*((what, "cpu") for what in FAILURES), ("orthogonalizing layers.", "cuda")],
+)
+def test_whatever_fails_on_one_rank_is_raised_on_all(run_on: Ranks, what: str, device: str) -> None:
+    """On a device the step after the failure changes nothing, and the next one raises."""
+    failure, late = FAILURES[what], device == "cuda"
+    (errors, unchanged, last), other = run_on(2)(fail, what, device)
+    assert other == (errors, unchanged, last)
+    assert errors.keys() == {failure.raised_at + late}
+    assert unchanged == {failure.raised_at, failure.raised_at + late}
+    (error,) = errors.values()
+    assert error.startswith(f"RuntimeError: step {failure.fails_at}: {what.strip()}")
+    assert error.endswith(f"failed on rank {failure.rank}: OutOfMemoryError: CUDA out of memory")
+    # These are called in every step.
+    assert last.startswith("RuntimeError: step ") == (not what.startswith(("alloc", "measuring")))
 
 
-def fail_to_plan(rank: int, world_size: int) -> tuple[str, bool, str]:
-    model, optimizer = runs.make("fsdp", Muon, ns_guard_every=0)
-    before = held(model, optimizer)
-    with full(one_step, "make_buckets", rank == 1):
-        failed = take(model, optimizer, 1)
-    return failed, is_unchanged(before), take(model, optimizer, 1)
-
-
-def test_an_exchange_that_fails_on_one_rank_changes_nothing(run_on: Ranks) -> None:
-    error = "step 1: allocating buffers failed on rank 1: OutOfMemoryError: CUDA out of memory"
-    assert run_on(2)(fail_to_plan) == [(f"RuntimeError: {error}", True, "")] * 2
+def test_a_single_process_raises_at_once_and_undoes_no_good_step() -> None:
+    model, optimizer = runs.make("plain", Muon)
+    assert take(model, optimizer, 1) == ""
+    with full(one_step, "orthogonalize", True):
+        assert take(model, optimizer, 2) == "OutOfMemoryError: CUDA out of memory"
+    assert optimizer.control_state_dict()["steps_taken"] == optimizer.num_steps_taken == 1
 
 
 # ------------------------------------------------------------------ loads
