@@ -3,10 +3,6 @@
 ``python -m benchmarks.spectra`` first lists errors on hard spectra, then times one observation of
 Qwen3-1.7B, with 205 trial schedules, against ``svdvals`` in float32, on the same matrices in the
 same rounds: one matrix of each distinct shape, weighted to the 56 of an observation.
-
-``--dtypes`` lists instead how far results of Newton-Schulz, as they arrive, are from those of the
-same schedule in float64, by ``ns_dtype`` and ``wire_dtype``. ``--study DIR`` adds momentum spectra
-that ``python -m benchmarks.plan_quality run --spectra DIR`` has taken while a model was trained.
 """
 
 from __future__ import annotations
@@ -16,7 +12,7 @@ import functools
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -24,10 +20,8 @@ from torch import Tensor
 
 from amo_dist.config import AMOConfig
 from amo_dist.engine.observe import coefficient_table
-from amo_dist.kernels.newton_schulz import orthogonalize
 from amo_dist.kernels.spectrum import distances
 from amo_dist.kernels.spectrum import spectrum as measured_spectrum
-from amo_dist.schedule.polar_express import compose
 from amo_dist.schedule.source import Amo
 from benchmarks.measure import paired, report
 from benchmarks.shapes import MODELS, block
@@ -38,11 +32,6 @@ ERROR_SHAPES = ((64, 64), (256, 256), (256, 768), (512, 512))
 KAPPAS = (1e3, 1e5, 1e6, 1e7, 1e9)
 ROUNDING = 1e-14
 """Rounding of a polynomial near 1: a root mean square below it has no correct digit."""
-DTYPES = (
-    *(("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float16", "bfloat16")),
-    *(("float16", "float32"), ("float32", "bfloat16"), ("float32", "float32")),
-)
-"""``ns_dtype`` and ``wire_dtype``."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -50,13 +39,8 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--dtypes", action="store_true", help="errors by dtype, and nothing else")
-    parser.add_argument("--study", type=Path, help="folder of spectra")
     options = parser.parse_args(args)
     torch.set_num_threads(1)
-    if options.dtypes:
-        report("spectra_dtypes", measure_dtypes(options.study), options.output)
-        return 0
     errors_path = options.output and options.output.with_stem(f"{options.output.stem}_errors")
     errors = [
         measure_errors(shape, kind, kappa)
@@ -122,48 +106,6 @@ def measure_errors(shape: tuple[int, int], kind: str, kappa: float) -> dict[str,
     row["svd float64"] = abs(exact[-1].item() * kappa - 1)
     row["svd float32"] = abs(torch.linalg.svdvals(x.float())[-1].item() * kappa - 1)
     return row
-
-
-def matrices(study: Path | None) -> Iterator[tuple[str, Tensor]]:
-    """Kinds of momentum and float32 matrices of that kind."""
-    for shape in ERROR_SHAPES[:3]:
-        for kappa in KAPPAS[:2]:
-            for kind in ("decaying", "clustered", "lonely", "deficient"):
-                yield kind, with_spectrum(spectrum(kind, shape[0], kappa), shape[1]).float()
-            for seed in range(4):
-                generator = torch.Generator().manual_seed(seed)
-                rows = torch.logspace(0, -math.log10(kappa), shape[0], dtype=torch.float64)
-                x = torch.randn(shape, generator=generator, dtype=torch.float64)
-                yield "graded rows", (rows.unsqueeze(1) * x).float()
-    for path in sorted(study.glob("*.pt")) if study else ():
-        later = torch.load(path, weights_only=True)["later"]
-        for sigma in later[max(later)].values():
-            yield "study", with_spectrum(sigma.double().view(-1), 2 * sigma.numel()).float()
-
-
-def measure_dtypes(study: Path | None) -> list[dict[str, object]]:
-    """Relative errors in the Frobenius norm, for five and seven steps composed for 1e-3."""
-    errors: dict[tuple[str, str, str], list[float]] = {}
-    for kind, x in matrices(study):
-        for steps in (5, 7):
-            run = functools.partial(orthogonalize, coefficients=compose(NORM_SCALE * 1e-3, steps))
-            exact = run(x, dtype=torch.float64)
-            for ns_dtype, wire_dtype in DTYPES:
-                wire = getattr(torch, wire_dtype)
-                result = run(x.to(wire), dtype=getattr(torch, ns_dtype), backend="standard")
-                error = ((result.to(wire).double() - exact).norm() / exact.norm()).item()
-                errors.setdefault((kind, ns_dtype, wire_dtype), []).append(error)
-    return [
-        {
-            "matrices": kind,
-            "ns_dtype": ns_dtype,
-            "wire_dtype": wire_dtype,
-            "cases": len(cases),
-            "mean": statistics.fmean(cases),
-            "greatest": math.nan if any(map(math.isnan, cases)) else max(cases),
-        }
-        for (kind, ns_dtype, wire_dtype), cases in errors.items()
-    ]
 
 
 def observe(x: Tensor) -> Tensor:

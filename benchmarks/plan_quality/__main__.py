@@ -37,9 +37,8 @@ def main(args: Sequence[str] | None = None) -> int:
             left = jobs.missing(output, job)
             print(f"{job.start.key}: {len(left)} of {len(job.rows)} to run")
         if not options.list:
-            spectra = options.spectra or ROOT / "outputs" / output.name
             corpus = data.load(data.standard_library())
-            jobs.work(wanted, output, spectra, corpus, Settings())
+            jobs.work(wanted, output, corpus, Settings())
     return 0
 
 
@@ -54,7 +53,6 @@ def parser() -> argparse.ArgumentParser:
     for command in (run, tables):
         command.add_argument("--study", choices=tuple(STUDIES), default="plans")
         command.add_argument("--output", type=Path, help="folder of results")
-    run.add_argument("--spectra", type=Path, help="folder of spectra")
     run.add_argument("--list", action="store_true", help="what there is to run, and run nothing")
     return parsers
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import platform
 from collections.abc import Sequence
@@ -17,7 +16,6 @@ from benchmarks.plan_quality.data import Corpus
 from benchmarks.plan_quality.model import ARCHITECTURES
 from benchmarks.plan_quality.rows import ROWS, Planner, relative_flops
 from benchmarks.plan_quality.settings import Settings
-from benchmarks.plan_quality.spectra import scores
 from benchmarks.plan_quality.train import Start
 from torchtitan_ext.runs import files
 
@@ -79,55 +77,38 @@ def missing(output: Path, job: Job) -> list[str]:
     return [row for row in job.rows if not record_path(output, job.start, row).exists()]
 
 
-def work(
-    jobs: Sequence[Job], output: Path, spectra: Path, corpus: Corpus, settings: Settings
-) -> None:
+def work(jobs: Sequence[Job], output: Path, corpus: Corpus, settings: Settings) -> None:
     """Run what has no record; each is written when it is done.
 
     Args:
         jobs: Jobs in their order.
         output: Folder of the records.
-        spectra: Folder of spectra.
         corpus: Text of all runs.
         settings: Settings of all runs.
     """
     output.joinpath("runs").mkdir(parents=True, exist_ok=True)
-    spectra.mkdir(parents=True, exist_ok=True)
     for job in jobs:
         if missing(output, job):
-            run(job, output, spectra, corpus, settings)
+            run(job, output, corpus, settings)
 
 
-def run(job: Job, output: Path, spectra: Path, corpus: Corpus, settings: Settings) -> None:
+def run(job: Job, output: Path, corpus: Corpus, settings: Settings) -> None:
     """Run the rows of a job that have no record."""
     start = job.start
     snapshot = train.begin(start, ARCHITECTURES[start.architecture], corpus, settings)
     shapes, types = train.matrix_shapes(snapshot.model)
     planner = Planner(snapshot.spectra, shapes, types)
     print(f"{start.key}: begun", flush=True)
-    later_path = spectra / f"{start.key}.pt"
     for name in missing(output, job):
         row, _, order = name.partition("~")
         schedules, plan = planner.choose(ROWS[row])
-        model, later = train.finish(
-            *(snapshot, schedules, corpus, settings),
-            order=int(order or 0),
-            observe=name == "uniform-5",
-        )
-        if later:
-            content = io.BytesIO()
-            torch.save({"observed": snapshot.spectra, "later": later}, content)
-            files.replace(later_path, content.getvalue())
-        elif later_path.exists():
-            later = torch.load(later_path)["later"]
+        model = train.finish(snapshot, schedules, corpus, settings, order=int(order or 0))
         record: dict[str, Any] = {
             **dataclasses.asdict(start),
             "row": name,
             "validation_loss": train.evaluate(model, corpus, settings),
             "flops_after": relative_flops(schedules, shapes),
             "plan": plan,
-            "scores_at_switch": rounded(scores(schedules, snapshot.spectra, shapes)),
-            "scores_after": rounded(scores(schedules, later, shapes)) if later else None,
             "digest": train.digest(model),
             "settings": dataclasses.asdict(settings),
             "corpus": corpus.digest,
@@ -135,7 +116,3 @@ def run(job: Job, output: Path, spectra: Path, corpus: Corpus, settings: Setting
         }
         files.replace(record_path(output, start, name), json.dumps(record) + "\n")
         print(f"{start.key} {name}: {record['validation_loss']:.4f}", flush=True)
-
-
-def rounded(values: dict[str, float]) -> dict[str, float]:
-    return {name: float(f"{value:.6g}") for name, value in values.items()}

@@ -127,30 +127,6 @@ def twin_table(runs: pd.DataFrame) -> str:
     return markdown(["row", "against", *ARCHITECTURES, "all models", "pairs"], rows)
 
 
-def rank_correlations(runs: pd.DataFrame, where: str) -> pd.DataFrame:
-    """Spearman's correlation of functionals with the loss, a row for each model and seed."""
-    correlations = []
-    for _, group in runs[runs[where].notna()].groupby(["architecture", "seed"]):
-        if len(group) < 6:
-            continue
-        scores = pd.DataFrame(group[where].tolist(), index=group.index)
-        # An update that is smaller is the worse one.
-        scores[["gain alike", "gain entries"]] *= -1
-        scores["flops saved"] = -group["flops_after"]
-        correlations.append(scores.corrwith(group["validation_loss"], method="spearman"))
-    return pd.DataFrame(correlations)
-
-
-def functional_table(runs: pd.DataFrame) -> str:
-    """Which functional of the spectra orders the losses best."""
-    before, after = (rank_correlations(runs, f"scores_{when}") for when in ("at_switch", "after"))
-    rows = [
-        [name, f"{mean:+.2f} ({len(before)})", f"{after[name].mean():+.2f} ({len(after)})"]
-        for name, mean in before.mean().sort_values(ascending=False).items()
-    ]
-    return markdown(["functional", "spectra up to the switch", "spectra after the switch"], rows)
-
-
 def rate_table(runs: pd.DataFrame) -> str:
     """Losses by rate on the seed apart; the best is bold."""
     tried = runs[(runs["seed"] == RATE_SEED) & runs["row"].isin(CONTENDERS)]
@@ -219,7 +195,6 @@ def text(folder: Path) -> str:
         "Exact norm": main_table(exact),
         "Norm as it is": main_table(of_main_table(runs, "as_is")),
         "At the same flops": twin_table(exact),
-        "Functionals": functional_table(exact),
         "Rates": rate_table(runs),
         "When to switch": switch_table(runs),
         "Long runs": long_table(runs),

@@ -24,8 +24,6 @@ class Settings:
     validation_batches: int = 48
     observations: int = 10
     """How often, evenly, spectra are taken up to the switch."""
-    later_spectra: int = 5
-    """How often, evenly, they are taken after it, of the uniform run."""
 
     def rate_at(self, step: int, steps: int) -> float:
         """Learning rate at a step of so many, in peaks: a linear warm-up, then the decay."""

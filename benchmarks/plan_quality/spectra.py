@@ -21,7 +21,7 @@ Spectra: TypeAlias = Mapping[int, Mapping[str, Tensor]]
 Shapes: TypeAlias = Mapping[str, tuple[int, int]]
 """Shape of each matrix, by name."""
 
-MEASURES = ("residual", "distance", "direction", "square", "low")
+MEASURES = ("residual", "distance", "direction")
 """Means over the directions of the short side; see `measures`."""
 
 
@@ -60,50 +60,19 @@ def measures(y: Tensor) -> Tensor:
     - ``distance``: ``mean (y - 1)^2``, the squared distance to the polar factor.
     - ``direction``: the same once the result is scaled to the norm of the polar factor,
       ``2 - 2 mean(y) / sqrt(mean(y^2))``.
-    - ``square``: ``mean y^2``, the squared size of the update against an exact one.
-    - ``low``: the share of directions with ``y < 1/2``.
 
     Args:
         y: Float64, ``(..., m)``.
 
     Returns:
-        Float64, ``(..., 5)``.
+        Float64, ``(..., 3)``.
     """
     square = y.square().mean(-1)
     # A result of zeros stays zero: all of each direction is missing.
     root = square.sqrt().clamp(min=1e-300)
     direction = torch.where(square > 0, 2 - 2 * y.mean(-1) / root, 1.0)
     residual, distance = (y.square() - 1).square().mean(-1), (y - 1).square().mean(-1)
-    low = (y < 0.5).double().mean(-1)
-    return torch.stack((residual, distance, direction, square, low), dim=-1)
-
-
-def scores(schedules: Mapping[str, Schedule], spectra: Spectra, shapes: Shapes) -> dict[str, float]:
-    """Every functional of spectra for a schedule of each matrix.
-
-    Args:
-        schedules: Schedules by name of the matrix.
-        spectra: Spectra of one or more steps.
-        shapes: Shapes of the matrices.
-
-    Returns:
-        Of each of `MEASURES` the mean over steps and matrices, all matrices alike (``alike``) and
-        weighted by their numbers of entries (``entries``). ``gain`` is the root of ``square``.
-    """
-    means = {
-        name: torch.stack(
-            [measures(images(totals[name], [schedule]))[0] for totals in spectra.values()]
-        ).mean(0)
-        for name, schedule in schedules.items()
-    }
-    totals: dict[str, float] = {}
-    for weighting in ("alike", "entries"):
-        total = sum(weight(shapes[name], weighting) for name in means)
-        for i, measure in enumerate(MEASURES):
-            value = sum(weight(shapes[n], weighting) * mean[i].item() for n, mean in means.items())
-            totals[f"{measure} {weighting}"] = value / total
-        totals[f"gain {weighting}"] = totals.pop(f"square {weighting}") ** 0.5
-    return totals
+    return torch.stack((residual, distance, direction), dim=-1)
 
 
 def weight(shape: tuple[int, int], weighting: str) -> int:

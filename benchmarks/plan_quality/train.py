@@ -117,8 +117,7 @@ def finish(
     settings: Settings,
     *,
     order: int = 0,
-    observe: bool = False,
-) -> tuple[Decoder, dict[int, dict[str, Tensor]]]:
+) -> Decoder:
     """Train on from a snapshot, which stays as it is, with other schedules.
 
     Args:
@@ -127,23 +126,22 @@ def finish(
         corpus: Text of the snapshot's run.
         settings: Settings of the snapshot's run.
         order: Other than that of the start from the switch on, for noise.
-        observe: Whether to take spectra.
 
     Returns:
-        The trained model, and the spectra taken, by step.
+        The trained model.
     """
     start, model = snapshot.start, copy.deepcopy(snapshot.model)
     optimizer = build(model, schedules, start, settings)
     for index, param in enumerate(optimizer.params_by_name.values()):
         for key, value in snapshot.state["state"][index].items():
             optimizer.state[param][key].copy_(value)
-    spectra = _train(
+    _train(
         *(model, optimizer, start, corpus, settings),
         steps=range(start.switch + 1, start.steps + 1),
-        observed=evenly(settings.later_spectra, start.switch, start.steps) if observe else [],
+        observed=[],
         order=order or start.order,
     )
-    return model, spectra
+    return model
 
 
 def _train(

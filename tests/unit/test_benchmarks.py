@@ -5,9 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-from benchmarks import gpu_trial, launches, newton_schulz, spectra
+from benchmarks import gpu_trial, launches, newton_schulz
 
 
 def rows_of(path: Path) -> list[dict[str, object]]:
@@ -26,25 +25,6 @@ def test_newton_schulz_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     # float32's floor, several times over.
     assert all(float(str(row["error"])) < 1e-4 for row in rows)
     assert "effective %" in capsys.readouterr().out
-
-
-def test_errors_by_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    output, study = tmp_path / "dtypes.json", tmp_path / "study"
-    study.mkdir()
-    sigma = torch.logspace(0, -3, 24)
-    torch.save({"observed": {}, "later": {3: {"wq": sigma}}}, study / "run.pt")
-    monkeypatch.setattr(spectra, "ERROR_SHAPES", ((24, 32),))
-    arguments = ["--dtypes", "--study", str(study), "--output", str(output)]
-    assert spectra.main(arguments) == 0
-    rows = {(row["matrices"], row["ns_dtype"], row["wire_dtype"]): row for row in rows_of(output)}
-    assert len(rows) == 6 * len(spectra.DTYPES)
-    for kind in ("decaying", "study", "graded rows"):
-        exact, wide, narrow = (
-            rows[kind, ns_dtype, "float32"]["mean"]
-            for ns_dtype in ("float32", "float16", "bfloat16")
-        )
-        assert exact < 1e-3 < narrow
-        assert exact < wide < narrow
 
 
 @pytest.mark.slow

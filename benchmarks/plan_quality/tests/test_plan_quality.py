@@ -38,18 +38,18 @@ def test_an_end_with_the_uniform_schedule_is_the_uninterrupted_run(norm: str, ro
     snapshot = train.begin(start, TINY, corpus, SHORT)
     uniform = dict.fromkeys(train.matrix_shapes(snapshot.model)[0], schedule_for(1e-3, 5))
     before = train.digest(snapshot.model)
-    end, _ = train.finish(snapshot, uniform, corpus, SHORT)
+    end = train.finish(snapshot, uniform, corpus, SHORT)
     assert train.digest(snapshot.model) == before
     whole = train.begin(dataclasses.replace(start, switch=9), TINY, corpus, SHORT)
     assert train.digest(end) == train.digest(whole.model)
-    other, _ = train.finish(snapshot, dict.fromkeys(uniform, schedule_for(1e-3, 2)), corpus, SHORT)
+    other = train.finish(snapshot, dict.fromkeys(uniform, schedule_for(1e-3, 2)), corpus, SHORT)
     assert train.digest(other) != train.digest(end)
 
 
 def study(monkeypatch: pytest.MonkeyPatch, root: Path, tmp_path: Path) -> list[Job]:
     monkeypatch.setitem(ARCHITECTURES, "grouped", TINY)
     wanted = [Job(START, ("uniform-5", "uniform-5~1", "distance-0.6-from-1"))]
-    jobs.work(wanted, tmp_path, tmp_path / "spectra", data.load(root), SHORT)
+    jobs.work(wanted, tmp_path, data.load(root), SHORT)
     return wanted
 
 
@@ -71,4 +71,3 @@ def test_a_study_goes_on_where_it_was_stopped(
     assert (plain["flops_after"], plain["plan"]) == (1, {})
     assert planned["flops_after"] <= 0.6
     assert len(planned["plan"]) == 7
-    assert set(planned["scores_after"]) == set(plain["scores_at_switch"])
