@@ -50,8 +50,7 @@ def compare(results: Sequence[Result], candidate: str) -> list[Comparison]:
         p-value included.
 
     Raises:
-        ValueError: The candidate is unknown, an optimizer has no model in common with it, or SciPy
-            is missing.
+        ValueError: The candidate is unknown, or an optimizer has no model in common with it.
     """
     averages: dict[str, dict[str, float]] = {}
     for result in results:
@@ -78,19 +77,10 @@ def _compare_one(
     # Equal differences have no variance, and averages carry rounding errors of some 1e-14.
     if len(models) < 2 or max(differences) - min(differences) < 1e-9:
         return name, len(models), improvement, math.nan, math.nan
-    test = _scipy_stats().ttest_rel(*zip(*pairs, strict=True), alternative="greater")
+    from scipy import stats
+
+    test = stats.ttest_rel(*zip(*pairs, strict=True), alternative="greater")
     return name, len(models), improvement, float(test.statistic), float(test.pvalue)
-
-
-def _scipy_stats() -> Any:
-    try:
-        from scipy import stats
-    except ImportError:
-        raise ValueError(
-            "compare: SciPy is not installed, expected it for t-tests; "
-            "pip install 'amo-dist[stats]'"
-        ) from None
-    return stats
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -54,19 +54,21 @@ def evaluate(checkpoint: Path, model: str, optimizer: str, **options: Any) -> di
         What was evaluated, and ``tasks``: the score of each task in percent.
 
     Raises:
-        ValueError: The harness is not installed, a task is unknown or gives no score, or as
+        ImportError: The extra ``eval`` is not installed.
+        ValueError: A task is unknown or gives no score, or as
             :func:`torchtitan_ext.tools.export.export`.
     """
+    import lm_eval
+    import lm_eval.tasks
     import torch
 
     asked = SimpleNamespace(**{name: default for name, (_, default, _) in _OPTIONS.items()})
     vars(asked).update(options)
-    harness = _harness()
     names, batch_size = asked.tasks.split(","), _batch_size(asked.batch_size)
-    manager = _task_manager(harness, names, asked.include_path)
+    manager = _task_manager(lm_eval.tasks, names, asked.include_path)
     device = asked.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    with _hf_model(checkpoint) as folder, _readable(names):
-        found = harness.simple_evaluate(
+    with _hf_model(checkpoint) as folder:
+        found = lm_eval.simple_evaluate(
             model="hf",
             model_args={
                 "pretrained": str(folder),
@@ -100,55 +102,12 @@ def evaluate(checkpoint: Path, model: str, optimizer: str, **options: Any) -> di
     }
 
 
-def _harness() -> Any:
-    try:
-        import lm_eval
-        import lm_eval.tasks
-    except ImportError:
-        raise ValueError(
-            "lm_eval is not installed, expected it for evaluations; pip install 'amo-dist[eval]'"
-        ) from None
-    return lm_eval
-
-
-def _task_manager(harness: Any, names: Sequence[str], include_path: str | None) -> Any:
+def _task_manager(tasks: Any, names: Sequence[str], include_path: str | None) -> Any:
     """The harness's index of tasks, or that of a folder alone."""
-    make = harness.tasks.TaskManager
-    manager = make(include_path=include_path, include_defaults=include_path is None)
+    manager = tasks.TaskManager(include_path=include_path, include_defaults=include_path is None)
     if unknown := sorted(set(names) - set(manager.all_tasks)):
         raise ValueError(f"--tasks: the harness does not know {', '.join(unknown)}")
     return manager
-
-
-_UNREACHED = {"ConnectError", "LocalEntryNotFoundError", "MaxRetryError", "OfflineModeIsEnabled"}
-"""Errors of the network that are no ``ConnectionError`` in every version of who raises them."""
-
-
-@contextlib.contextmanager
-def _readable(tasks: Sequence[str]) -> Iterator[None]:
-    """Tell in one line that the data of tasks cannot be had, which comes from five libraries down.
-
-    Raises:
-        ValueError: Then.
-    """
-    try:
-        yield
-    except Exception as error:
-        cause: BaseException | None = error
-        while cause is not None:
-            names = {one.__name__ for one in type(cause).__mro__}
-            if names & {"ConnectionError", "gaierror", "TimeoutError", *_UNREACHED}:
-                raise ValueError(
-                    f"--tasks: the data of {', '.join(tasks)} is not on this machine, and cannot "
-                    f"be downloaded ({_line(cause)}); expected a network, or a cache that a "
-                    "machine with one has filled (HF_HOME)"
-                ) from error
-            cause = cause.__cause__ or cause.__context__
-        raise
-
-
-def _line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
 @contextlib.contextmanager
