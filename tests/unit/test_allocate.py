@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -18,7 +19,6 @@ from amo_dist.schedule.allocate import (
     round_half_up,
     step_budget,
 )
-from tests.oracle import plain_greedy
 
 Curves = list[dict[int, float]]
 
@@ -41,6 +41,44 @@ def curves(draw: st.DrawFn, errors: st.SearchStrategy[float] = ERRORS) -> Curves
 
 def flops(allocation: tuple[int, ...], costs: list[int]) -> int:
     return sum(k * cost for k, cost in zip(allocation, costs, strict=True))
+
+
+def plain_greedy(
+    curves: Sequence[Mapping[int, float]], budget: int, base_steps: int
+) -> tuple[int, ...]:
+    """The passes as the AMO paper has them: the best of all pairs, the first of equal ones.
+
+    Args:
+        curves: The error of each operator type by number of steps.
+        budget: Steps of all types together.
+        base_steps: Where each type begins.
+    """
+    low, high = min(curves[0]), max(curves[0])
+    steps = [min(max(base_steps, low), high)] * len(curves)
+
+    def gain(i: int) -> float:
+        return curves[i][steps[i]] - curves[i][steps[i] + 1]
+
+    def loss(j: int) -> float:
+        return curves[j][steps[j] - 1] - curves[j][steps[j]]
+
+    def takers() -> list[int]:
+        return [i for i in range(len(curves)) if steps[i] < high]
+
+    def givers() -> list[int]:
+        return [j for j in range(len(curves)) if steps[j] > low]
+
+    while sum(steps) < budget:
+        steps[max(takers(), key=gain)] += 1
+    while sum(steps) > budget:
+        steps[min(givers(), key=loss)] -= 1
+    while True:
+        pairs = [(gain(i) - loss(j), i, j) for i in takers() for j in givers() if i != j]
+        best = max(pairs, key=lambda pair: pair[0], default=(0.0, 0, 0))
+        if not best[0] > 1e-12:
+            return tuple(steps)
+        steps[best[1]] += 1
+        steps[best[2]] -= 1
 
 
 @settings(deadline=None, max_examples=100)

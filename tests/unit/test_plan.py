@@ -216,7 +216,9 @@ def test_the_papers_range_is_relaxed_no_farther_than_needed(
 def test_the_best_ell_of_each_number_of_steps_and_ties_to_the_greater() -> None:
     config = AMOConfig(base_ell=2e-3)
     tried = candidates(config)
-    assert len(tried) == 5 * 41  # 2e-3 is on the grid, ten a decade
+    # Ten a decade, to three digits; 2e-3 is one of them.
+    grid = {float(f"{10 ** (i / 10):.3g}e{power}") for power in range(-5, -1) for i in range(10)}
+    assert sorted(tried) == [(k, ell) for k in range(3, 8) for ell in sorted({*grid, 0.1})]
     errors = [random.Random(f"{steps} {ell}").random() for steps, ell in tried]
     curve = best_curve(config, errors)
     for i, k in enumerate(range(3, 8)):
@@ -276,7 +278,14 @@ def test_no_type_of_a_measured_plan_turns_back(start: int, end: int, duration: i
     counts = [steps for steps, _ in states]
     assert counts == sorted(counts, reverse=start > end)
     assert (counts[0], counts[-1]) == (start, end)
-    assert states[-1][1] == plan.ell_target[0]
+    low, high = Fraction(plan.base_ell), Fraction(plan.ell_target[0])
+    for u, (count, ell) in enumerate(states):
+        p = Fraction(u, duration)
+        exact = start + p * (end - start)
+        rounding = abs(count - exact)
+        assert rounding <= Fraction(1, 2)
+        assert rounding < Fraction(1, 2) or abs(end - count) < abs(end - exact)
+        assert ell == float(low + p * (high - low))
 
 
 def test_largest_remainder_ties_go_to_the_earlier_type() -> None:
