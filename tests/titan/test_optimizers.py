@@ -133,10 +133,9 @@ def test_every_name_steps_and_reports(name: str) -> None:
     assert all(steps >= 4 for steps in fields["num_steps_by_type"].values())
 
 
-@pytest.mark.parametrize("name", ["AdamW", "Adam"])
-def test_a_stock_optimizer_is_pytorchs(name: str) -> None:
-    container = build([model()], config(name))
-    assert type(container.optimizer) is getattr(torch.optim, name)
+def test_adamw_is_pytorchs() -> None:
+    container = build([model()], config("AdamW"))
+    assert type(container.optimizer) is torch.optim.AdamW
     train(container, 1)
     assert not any(run_log.optimizer_fields(container.optimizer).values())
     assert container.clock.take() > 0

@@ -28,7 +28,7 @@ from torchtitan_ext.config.schedule_file import load_schedule_file
 from torchtitan_ext.plugin import hyperparameters
 from torchtitan_ext.runs.step_clock import StepClock
 
-STOCK = ("AdamW", "Adam")
+STOCK = ("AdamW",)
 """Values of ``optimizer.name`` that are PyTorch's own; they orthogonalize nothing."""
 
 OPTIMIZERS = ("AMO", *(name for name in OPTIMIZER_NAMES if name not in ("AMO", *STOCK)), *STOCK)
@@ -201,16 +201,16 @@ def _make(groups: list[dict[str, Any]], config: Any) -> Optimizer:
 
 
 def _make_stock(groups: list[dict[str, Any]], config: Any, options: Mapping[str, Any]) -> Optimizer:
-    """Optimizer of PyTorch, with a group for each rate and decay."""
-    merged: dict[tuple[float, float], list[nn.Parameter]] = {}
-    for group in groups:
-        key = (group.get("lr_multiplier", 1.0), group.get("weight_decay", config.weight_decay))
-        merged.setdefault(key, []).extend(parameter for _, parameter in group["params"])
+    """Optimizer of PyTorch."""
     stock: Any = getattr(torch.optim, config.name)
     optimizer: Optimizer = stock(
         [
-            {"params": parameters, "lr": config.lr * multiplier, "weight_decay": decay}
-            for (multiplier, decay), parameters in merged.items()
+            {
+                "params": [parameter for _, parameter in group["params"]],
+                "lr": config.lr * group.get("lr_multiplier", 1.0),
+                "weight_decay": group.get("weight_decay", config.weight_decay),
+            }
+            for group in groups
         ],
         **options,
         fused=config.implementation == "fused",

@@ -122,9 +122,7 @@ def predict(config: Any, world_size: int, problems: list[str]) -> dict[str, Any]
     steps = collect(problems, lambda: _steps(config, registry))
     if problems:
         return report
-    report["Newton-Schulz steps"] = {
-        name: {"before the lock": before, "after": after} for name, before, after in steps
-    }
+    report["Newton-Schulz steps"] = steps
     report["run"] = _run(config, dims)
     if dims.tp == dims.pp == 1:  # no other layout has a model of costs here
         report |= _costs(config, dims, registry, steps)
@@ -162,10 +160,10 @@ def _parameters(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _steps(config: Any, registry: Sequence[MatrixInfo]) -> list[tuple[str, int, int]]:
-    """Operator type, and its Newton-Schulz steps before and after the lock.
+def _steps(config: Any, registry: Sequence[MatrixInfo]) -> dict[str, int]:
+    """Newton-Schulz steps by operator type.
 
-    The paper prints the plan of two models; other plans come during the run, and uniform is shown.
+    AMO's plan comes during the run; until then its uniform steps are shown.
 
     Raises:
         ValueError: For a schedule file that lacks an operator type.
@@ -174,22 +172,19 @@ def _steps(config: Any, registry: Sequence[MatrixInfo]) -> list[tuple[str, int, 
     from amo_dist.optimizers import root
     from amo_dist.schedule.source import as_source
     from torchtitan_ext.plugin.optimizers import fixed_schedule
-    from torchtitan_ext.tools.shapes import PLANS
 
     optimizer = config.optimizer
     types = sort_operator_types(info.operator_type for info in registry)
     if optimizer.name == "AMO":
-        before = [optimizer.amo.base_steps] * len(types)
-        after = PLANS.get(config.model.flavor) if optimizer.amo.planner == "paper" else None
-        return list(zip(types, before, after or before, strict=True))
+        return dict.fromkeys(types, optimizer.amo.base_steps)
     if optimizer.name == "ROOT":  # its triples are fitted before the first step
-        return [(name, root.NUM_STEPS, root.NUM_STEPS) for name in types]
+        return dict.fromkeys(types, root.NUM_STEPS)
     if not types:
-        return []
+        return {}
     source = as_source(fixed_schedule(optimizer))
     source.bind(registry)
     schedules = source.schedules(1)
-    return [(name, schedules[name].num_steps, schedules[name].num_steps) for name in types]
+    return {name: schedules[name].num_steps for name in types}
 
 
 def _run(config: Any, dims: Any) -> dict[str, Any]:
@@ -215,7 +210,7 @@ def _costs(
     config: Any,
     dims: Any,
     registry: Sequence[MatrixInfo],
-    steps: list[tuple[str, int, int]],
+    steps: Mapping[str, int],
 ) -> dict[str, Any]:
     """Work and traffic of the ranks in an optimizer step, by ownership, and their memory."""
     from torchtitan_ext.tools.preflight_memory import logit_bytes, memory_of
@@ -230,10 +225,9 @@ def _costs(
         ranks = 1 if shards == 1 else dims.dp_replicate * shards
         matrices = lay_out(registry, ranks, replica_size=shards)
         muon = config.optimizer.amo if config.optimizer.name == "AMO" else config.optimizer.muon
-        after = {name: count for name, _, count in steps}
         for ownership in OWNERSHIPS:
             settings = dataclasses.replace(muon, ownership=ownership)
-            cost = StepCost(registry, matrices, after, ranks, config=settings)
+            cost = StepCost(registry, matrices, steps, ranks, config=settings)
             ownership_rows[ownership] = {
                 "owners": len({job.owner for job in cost.jobs}),
                 "busiest / mean": cost.imbalance,
@@ -247,7 +241,7 @@ def _costs(
     memory |= {"exchange_bytes": exchange, "newton_schulz_bytes": newton_schulz}
     memory |= {"logits_bytes": logits, "at_most_bytes": peak}
     return {
-        "locked optimizer step by ownership, mean of ranks": ownership_rows,
+        "optimizer step by ownership, mean of ranks": ownership_rows,
         "memory of the fullest rank, without activations and gathered parameters": memory,
     }
 

@@ -43,10 +43,3 @@ MODELS: Mapping[str, DecoderShape] = {
     "Llama-3.1-1.4B": DecoderShape(16, 2048, 7168, 16, 4),
 }
 """Models of the AMO paper, by its names."""
-
-PLANS: Mapping[str, tuple[int, ...]] = {
-    "Qwen3-1.7B": (6, 5, 5, 6, 4, 5, 4),
-    "Llama-3.1-760M": (6, 4, 5, 6, 5, 5, 4),
-}
-"""Newton-Schulz steps after the lock, in the order of `OPERATOR_TYPES`, for the models whose plan
-the AMO paper prints (table of locked schedules)."""
