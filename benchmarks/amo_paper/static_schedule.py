@@ -31,7 +31,12 @@ from amo_dist.config import sort_operator_types
 from amo_dist.schedule.polar_express import SAFETY, compose, simulate
 from torchtitan_ext.runs import files
 from torchtitan_ext.runs.records import read_records
-from torchtitan_ext.runs.run_files import NUMBER, check_fields
+
+GEOMETRY_FILE = "geometry.jsonl"
+"""File in a run's folder with its geometry log."""
+
+NUMBER = (int, float, type(None))
+"""Types of a number in a record; ``None`` is one that was not finite."""
 
 RULES: Mapping[str, int] = {"typical": 50, "conservative": 25, "floor": 10}
 """Percentile of ``ell`` by the name of the rule."""
@@ -57,6 +62,26 @@ class Pool:
     """Records left out: a value is not finite, or the matrix is all zero."""
 
 
+def read_geometry(path: Path, kinds: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Read a geometry log.
+
+    Args:
+        path: File of JSON lines, as described above.
+        kinds: Types of the fields that are read.
+
+    Raises:
+        ValueError: The file cannot be read, or a field is missing or of another type.
+    """
+    if not path.exists():
+        raise ValueError(f"{path}: found no such file, expected a geometry log")
+    records = read_records(path)
+    for number, record in enumerate(records, start=1):
+        for key, kind in kinds.items():
+            if not isinstance(value := record.get(key), kind):
+                raise ValueError(f"{path}, line {number}: {key}: found {value!r}, expected {kind}")
+    return records
+
+
 def read_pool(paths: Iterable[str | Path], family: str | None = None) -> Pool:
     """Read geometry logs.
 
@@ -72,10 +97,7 @@ def read_pool(paths: Iterable[str | Path], family: str | None = None) -> Pool:
     families: set[str] = set()
     num_invalid = 0
     for path in map(Path, paths):
-        if not path.exists():
-            raise ValueError(f"{path}: found no such file, expected a geometry log")
-        for number, record in enumerate(read_records(path), start=1):
-            check_fields(f"{path}, line {number}", record, _KINDS)
+        for record in read_geometry(path, _KINDS):
             families.add(record["family"])
             if family is not None and record["family"] != family:
                 continue

@@ -31,22 +31,9 @@ def metric(step: int, **changes: Any) -> dict[str, Any]:
     }
 
 
-def geometry(step: int, layer: int, operator_type: str, kappa: float | None) -> dict[str, Any]:
-    return {
-        "step": step,
-        "layer": layer,
-        "operator_type": operator_type,
-        "kappa": kappa,
-        "ns_residual": 0.1,
-        "update_norm": 0.75,
-    }
-
-
-def write_run(folder: Path, metrics: list[dict[str, Any]], log: Any = ()) -> Path:
+def write_run(folder: Path, metrics: list[dict[str, Any]]) -> Path:
     folder.mkdir(parents=True)
-    for name, records in (("metrics.jsonl", metrics), ("geometry.jsonl", log)):
-        if records:
-            (folder / name).write_text("".join(json.dumps(r) + "\n" for r in records))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in metrics))
     return folder
 
 
@@ -68,13 +55,6 @@ def test_phases_and_schedules_begin_at_their_first_steps(tmp_path: Path) -> None
     phases = [("observation", 1, 12), ("transition", 13, 16), ("locked", 17, 30)]
     assert run.spans("phase") == phases
     assert run.spans("num_steps_by_type") == [(five, 1, 14), (six, 15, 30)]
-
-
-def test_medians_leave_out_what_is_not_finite(tmp_path: Path) -> None:
-    log = [geometry(1, layer, "attn_q", kappa) for layer, kappa in enumerate((1e2, 1e4, 1e3, None))]
-    run = data.load_one(write_run(tmp_path / "run", [metric(10)], log))
-    by_type = data.medians(run.geometry, lambda record: record["operator_type"])
-    assert by_type == {"attn_q": [(1, 1e3)]}
 
 
 def test_the_table_has_the_last_numbers_of_each_run(tmp_path: Path) -> None:
@@ -101,8 +81,7 @@ def test_the_table_has_the_last_numbers_of_each_run(tmp_path: Path) -> None:
 def test_the_page_opens_offline_and_shows_what_runs_have(tmp_path: Path) -> None:
     metrics = [metric(10), metric(20), metric(30)]
     metrics[-1]["num_steps_by_type"] = {**metrics[0]["num_steps_by_type"], "attn_q": 6}
-    log = [geometry(step, 0, name, 10.0) for step in (10, 20) for name in OPERATOR_TYPES]
-    first = write_run(tmp_path / "a&b" / "run", metrics, log)
+    first = write_run(tmp_path / "a&b" / "run", metrics)
     second = write_run(tmp_path / "x" / "run", [metric(10, num_steps_by_type={}, phase="")])
     output = tmp_path / "out" / "report.html"
     assert main(["report", str(first), str(second), "-o", str(output)]) == 0
@@ -110,7 +89,7 @@ def test_the_page_opens_offline_and_shows_what_runs_have(tmp_path: Path) -> None
     assert not re.search("<(script|link)", page)
     sources = re.findall(r'(?:src|href)="(.*?)"', page)
     assert all(source.startswith("data:image/") for source in sources)
-    assert len(sources) == 3  # training, schedule and geometry of the first
+    assert len(sources) == 2  # training, and schedule of the first
     assert ">a&amp;b/run<" in page
     assert ">x/run<" in page
     with pytest.raises(ValueError, match="RUN"):
@@ -129,4 +108,3 @@ def test_bars_and_lines_are_those_of_the_records(tmp_path: Path) -> None:
         assert widths == [9, 21]  # five steps up to step 21, then two
         flat = data.load_one(write_run(tmp_path / "flat", metrics[:2]))
         assert figures.schedule(flat) is None
-        assert figures.geometry(flat) is None

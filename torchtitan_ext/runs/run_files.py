@@ -18,7 +18,6 @@ from torchtitan_ext.runs.records import METRICS_FILE, append_records, drop_from,
 
 _T = TypeVar("_T")
 
-GEOMETRY_FILE = "geometry.jsonl"
 VALIDATION = "validation_loss"
 """Field by which a record of ``metrics.jsonl`` is a validation after a step, not a logged step."""
 RUN_FILE = "run.json"
@@ -205,21 +204,6 @@ def read_metrics(folder: Path) -> Metrics:
 
 
 _DEFAULTS: dict[str, Any] = {"phase": "", "num_steps_by_type": {}, "optimizer": {}}
-
-NUMBER = (int, float, type(None))
-"""Types of a number in a record, for `check_fields`; ``None`` is one that was not finite."""
-
-
-def check_fields(place: str, record: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
-    """Check the types of some fields of a record.
-
-    Raises:
-        ValueError: One is of another type, or missing where ``None`` is none of its types.
-    """
-    for key, kind in kinds.items():
-        if not isinstance(value := record.get(key), kind):
-            raise ValueError(f"{place}: {key}: found {value!r}, expected {kind}")
-
 
 # ------------------------------------------------------------------ checkpoints
 

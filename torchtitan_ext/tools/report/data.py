@@ -1,25 +1,17 @@
-"""The files of a run that a report reads: metrics, plan and geometry log."""
+"""The files of a run that a report reads: metrics and plan."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import os
-import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from amo_dist.schedule.plan import Plan
-from torchtitan_ext.runs.records import METRICS_FILE, read_records
-from torchtitan_ext.runs.run_files import (
-    GEOMETRY_FILE,
-    NUMBER,
-    check_fields,
-    read_config,
-    read_metrics,
-    read_plan,
-)
+from torchtitan_ext.runs.records import METRICS_FILE
+from torchtitan_ext.runs.run_files import read_config, read_metrics, read_plan
 
 Records = Sequence[Mapping[str, Any]]
 """Records by step."""
@@ -36,8 +28,6 @@ class Run:
     validations: Sequence[tuple[int, float]]
     """``(step, loss)``."""
     plan: Plan | None
-    geometry: Records
-    """Records of ``geometry.jsonl``, by step; empty if tracking was off."""
     config: Mapping[str, Any]
     """The job config; empty if the run's folder holds none."""
 
@@ -102,31 +92,10 @@ def load_one(folder: Path, label: str | None = None) -> Run:
         raise ValueError(
             f"{folder}: found no {METRICS_FILE} with a record, expected the dump folder of a run"
         )
-    geometry = read_records(folder / GEOMETRY_FILE)
-    kinds: dict[str, Any] = {"step": int, "operator_type": str, "layer": (int, type(None))}
-    kinds |= {"kappa": NUMBER, "ns_residual": NUMBER, "update_norm": NUMBER}
-    for number, record in enumerate(geometry, start=1):
-        check_fields(f"{folder / GEOMETRY_FILE}, line {number}", record, kinds)
     return Run(
         label=label or Path(os.path.realpath(folder)).name,
         metrics=metrics.steps,
         validations=metrics.validations,
         plan=read_plan(folder),
-        geometry=geometry,
         config=read_config(folder) or {},
     )
-
-
-def medians(
-    records: Records, key: Callable[[Mapping[str, Any]], Any]
-) -> dict[Any, list[tuple[int, float]]]:
-    """``(step, median of kappa over the step's records)``, by a key of the records."""
-    values: dict[Any, dict[int, list[float]]] = {}
-    for record in records:
-        group = key(record)
-        if record.get("kappa") is not None and group is not None:
-            values.setdefault(group, {}).setdefault(record["step"], []).append(record["kappa"])
-    return {
-        group: [(step, statistics.median(figures)) for step, figures in sorted(by_step.items())]
-        for group, by_step in values.items()
-    }
