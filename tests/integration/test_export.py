@@ -145,7 +145,7 @@ def test_byte_tokenizers_agree(text: str) -> None:
 def test_unfit_checkpoints_are_named(tmp_path: Path, change: dict[str, str], field: str) -> None:
     checkpoint = save(tiny_model("llama3"), tmp_path, "llama3")
     fields: Any = {"name": "llama3", "flavor": "tiny", "kind": "byte", **change}
-    tokenizer = Tokenizer.Config(kind=fields.pop("kind"))
-    source = export.Source(models.Model(**fields), tokenizer, "nowhere", "AMO")
+    tokenizer = Tokenizer.Config(kind=fields.pop("kind"), path="nowhere")
+    source = export.Source(models.Model(**fields), tokenizer, "AMO")
     with pytest.raises(ValueError, match=field):
         export.export(checkpoint, tmp_path / "hf", source)

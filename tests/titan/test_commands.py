@@ -56,11 +56,11 @@ def test_the_model_of_a_run_reaches_the_export(tmp_path: Path) -> None:
     config = settings.parse(["--model.name=qwen3", "--model.flavor=tiny", "--tokenizer.kind=byte"])
     RunFiles(tmp_path).start(1, {**config.to_dict()})
     source = export.find_source(tmp_path / "checkpoint" / "step-1")
-    assert source == export.Source(config.model, config.tokenizer, config.hf_assets_path, "AdamW")
+    assert source == export.Source(config.model, config.tokenizer, "AdamW")
 
 
 SOURCE = export.Source(
-    models.Model(name="llama3", flavor="quickstart"), Tokenizer.Config(kind="byte"), "", "AMO"
+    models.Model(name="llama3", flavor="quickstart"), Tokenizer.Config(kind="byte"), "AMO"
 )
 
 

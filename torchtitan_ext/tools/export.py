@@ -13,7 +13,7 @@ import shutil
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchtitan_ext.runs.run_files import RUN_FILE, find_checkpoint, read_config
 
@@ -23,18 +23,18 @@ TOKENIZER_FILES = ("*token*", "vocab.json", "merges.txt")
 CHECKPOINT_HELP = "<dump folder>/checkpoint/step-<n>, or the dump folder: its newest complete one"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Source:
-    """Facts about a checkpoint's model that the checkpoint does not hold."""
+class Source(NamedTuple):
+    """Facts about a checkpoint's model that the checkpoint does not hold: sections of its run.
+
+    Attributes:
+        model: ``[model]``.
+        tokenizer: ``[tokenizer]``, with the path of its files.
+        optimizer: ``optimizer.name``.
+    """
 
     model: Any
-    """Section ``[model]`` of the run."""
     tokenizer: Any
-    """Section ``[tokenizer]``."""
-    assets: str
-    """``hf_assets_path``: folder or file of the tokenizer where ``[tokenizer]`` names none."""
     optimizer: str
-    """``optimizer.name`` of the run."""
 
 
 def find_source(checkpoint: Path) -> Source:
@@ -55,24 +55,22 @@ def find_source(checkpoint: Path) -> Source:
     if sections is None:
         raise ValueError(f"checkpoint: found no {path}, expected the config of the run")
     try:
-        return Source(
-            values.overlay(Model(), sections["model"], "model."),
-            values.overlay(Tokenizer.Config(), sections["tokenizer"], "tokenizer."),
-            sections["hf_assets_path"],
-            sections["optimizer"]["name"],
-        )
+        model = values.overlay(Model(), sections["model"], "model.")
+        tokenizer = values.overlay(Tokenizer.Config(), sections["tokenizer"], "tokenizer.")
+        if tokenizer.kind == "hf" and not tokenizer.path:
+            tokenizer.path = sections["hf_assets_path"]
+        return Source(model, tokenizer, sections["optimizer"]["name"])
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: found no {error}, expected the config of a run") from None
 
 
-def export(checkpoint: Path, output: Path, source: Source, dtype: str = "float32") -> None:
-    """Write a checkpoint as a Hugging Face model.
+def export(checkpoint: Path, output: Path, source: Source) -> None:
+    """Write a checkpoint as a Hugging Face model of float32 weights.
 
     Args:
         checkpoint: Folder of a distributed checkpoint, saved by any number of ranks.
         output: Folder to write ``config.json``, ``model*.safetensors`` and the tokenizer into.
         source: The checkpoint's model and tokenizer.
-        dtype: Dtype of the written weights.
 
     Raises:
         ValueError: The model is unknown or not dense, the checkpoint lacks weights, is damaged or
@@ -86,17 +84,17 @@ def export(checkpoint: Path, output: Path, source: Source, dtype: str = "float32
     if output.is_dir() and any(output.iterdir()) and not is_export:
         raise ValueError(f"--output: found files in {output}, expected a new or empty folder")
     section = source.tokenizer
-    tokenizer = section.build(tokenizer_path=source.assets)
+    tokenizer = section.build(tokenizer_path="")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as intended
-        config, weights = _load(checkpoint, source, dtype)
+        config, weights = _load(checkpoint, source)
         output.mkdir(parents=True, exist_ok=True)
         (output / "config.json").unlink(missing_ok=True)  # it says that the folder holds a model
         save(weights, storage_writer=HuggingFaceStorageWriter(str(output)))
     if section.kind == "byte":
         byte_tokenizer().save_pretrained(output)
     elif section.kind == "hf":
-        folder = Path(section.path or source.assets).expanduser()
+        folder = Path(section.path).expanduser()
         folder = folder.parent if folder.is_file() else folder
         for pattern in TOKENIZER_FILES:
             for file in folder.glob(pattern):
@@ -107,7 +105,7 @@ def export(checkpoint: Path, output: Path, source: Source, dtype: str = "float32
     config.save_pretrained(output)
 
 
-def _load(checkpoint: Path, source: Source, dtype: str) -> tuple[Any, dict[str, Any]]:
+def _load(checkpoint: Path, source: Source) -> tuple[Any, dict[str, Any]]:
     """Config of ``transformers``, and the weights under its names, on CPU."""
     import torch
 
@@ -126,9 +124,8 @@ def _load(checkpoint: Path, source: Source, dtype: str) -> tuple[Any, dict[str, 
         raise ValueError(f"checkpoint: found no .metadata in {checkpoint}, expected step-<n>")
     config = hf_config(source.model.name, spec.model)
     loading.load(weights, str(checkpoint))
-    config.dtype = dtype
-    named = spec.state_dict_adapter(spec.model, None).to_hf(weights)
-    return config, {name: w.to(getattr(torch, dtype)) for name, w in named.items()}
+    config.dtype = "float32"
+    return config, spec.state_dict_adapter(spec.model, None).to_hf(weights)
 
 
 def hf_config(name: str, config: Any) -> Any:
@@ -205,12 +202,6 @@ def add_command(subparsers: Any) -> None:
     )
     parser.add_argument("checkpoint", type=Path, help=CHECKPOINT_HELP)
     parser.add_argument("-o", "--output", type=Path, required=True, help="folder to write")
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16"),
-        default="float32",
-        help="dtype of the exported weights (default %(default)s)",
-    )
     parser.set_defaults(run=run)
 
 
@@ -223,7 +214,7 @@ def run(args: argparse.Namespace) -> int:
     print("loading PyTorch and torchtitan ...", file=sys.stderr, flush=True)
     checkpoint = find_checkpoint(args.checkpoint)
     source = find_source(checkpoint)
-    export(checkpoint, args.output, source, args.dtype)
+    export(checkpoint, args.output, source)
     print(f"{checkpoint} is written to {args.output}")
     if source.tokenizer.kind == "tiktoken":
         name = source.tokenizer.encoding or source.tokenizer.path
