@@ -48,48 +48,36 @@ def main(args: Sequence[str] | None = None) -> int:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent(int(os.environ.get(LAUNCHER, os.getppid())))
     with stop_signal():
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
         from torchtitan.tools.logging import init_logger
 
         from torchtitan_ext.config import settings
         from torchtitan_ext.plugin.checkpoints import CheckpointError
 
         init_logger()
+        errors = get_error_handler()  # The launcher's last line is the error that is recorded.
         try:
             config = settings.parse(sys.argv[1:] if args is None else args)
         except ValueError as error:
-            _record(error)
+            errors.record_exception(error)
             if is_first:  # every rank reads the same config
                 print(f"error: {error}", file=sys.stderr, flush=True)
             return USER_ERROR
         try:
             outcome = train(config)
         except Exception as error:
-            _record(error)
-            if isinstance(error, CheckpointError):
-                return _explain(error, FAILED)
-            if isinstance(error, ValueError) and is_users_mistake(error):
-                return _explain(error, USER_ERROR)
-            raise
+            errors.record_exception(error)
+            is_failed_save = isinstance(error, CheckpointError)
+            if not (is_failed_save or is_users_mistake(error)):
+                raise
+            logger.info("", exc_info=error)
+            rank = os.environ.get("RANK", "0")
+            print(f"error (rank {rank}): {error}", file=sys.stderr, flush=True)
+            return FAILED if is_failed_save else USER_ERROR
     write_exit_reason(outcome)
     if LAUNCHER in os.environ:
         return 0
     return {"done": 0, "stopped": STOPPED, "unsaved": UNSAVED}[outcome]
-
-
-def _record(error: Exception) -> None:
-    """Write an error to torchrun's error file: the launcher's last line is then that error."""
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-        get_error_handler().record_exception(error)
-
-
-def _explain(error: Exception, status: int) -> int:
-    """``status``, after the error is printed in one line; its traceback goes to the log."""
-    logger.info("", exc_info=error)
-    rank = os.environ.get("RANK", "0")
-    print(f"error (rank {rank}): {error}", file=sys.stderr, flush=True)
-    return status
 
 
 def train(config: Any) -> str:
@@ -147,16 +135,16 @@ def train(config: Any) -> str:
     return outcome
 
 
-def is_users_mistake(error: ValueError) -> bool:
-    """Whether an error was raised by the project itself, and so explains itself.
+def is_users_mistake(error: Exception) -> bool:
+    """Whether an error is a ``ValueError`` of the project itself, and so explains itself.
 
-    A ``ValueError`` from the depths of another library keeps its traceback.
+    One from the depths of another library keeps its traceback.
     """
     frames = traceback.extract_tb(error.__traceback__)
     package = Path(__file__).resolve().parent
     ours = (package, package.parent / "amo_dist")
     raised_in = Path(frames[-1].filename).resolve() if frames else Path()
-    return any(folder in raised_in.parents for folder in ours)
+    return isinstance(error, ValueError) and any(f in raised_in.parents for f in ours)
 
 
 if __name__ == "__main__":
