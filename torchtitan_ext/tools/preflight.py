@@ -117,15 +117,14 @@ def predict(config: Any, world_size: int, problems: list[str]) -> dict[str, Any]
     groups = collect(problems, lambda: preflight_memory.groups_of(config))
     if groups is None:
         return report
-    registry = preflight_memory.registry_of(groups)
     report["parameters"] = _parameters(groups)
-    steps = collect(problems, lambda: _steps(config, registry))
+    steps = collect(problems, lambda: _steps(config, preflight_memory.registry_of(groups)))
     if problems:
         return report
     report["Newton-Schulz steps"] = steps
-    report["run"] = _run(config, dims)
+    report["run"] = _run(config, groups, dims)
     if dims.tp == dims.pp == 1:  # no other layout has a model of costs here
-        report |= _costs(config, dims, registry, steps)
+        report |= _costs(config, groups, dims, steps)
     return report
 
 
@@ -187,7 +186,7 @@ def _steps(config: Any, registry: Sequence[MatrixInfo]) -> dict[str, int]:
     return {name: schedules[name].num_steps for name in types}
 
 
-def _run(config: Any, dims: Any) -> dict[str, Any]:
+def _run(config: Any, groups: Any, dims: Any) -> dict[str, Any]:
     from torchtitan_ext.batch import sequences_per_step
     from torchtitan_ext.tools.preflight_memory import checkpoint_sizes
 
@@ -202,21 +201,16 @@ def _run(config: Any, dims: Any) -> dict[str, Any]:
         "accumulated batches": batch // (training.local_batch_size * ranks),
         "tokens per step": tokens,
         "tokens": tokens * training.steps,
-        **checkpoint_sizes(config),
+        **checkpoint_sizes(config, groups),
     }
 
 
-def _costs(
-    config: Any,
-    dims: Any,
-    registry: Sequence[MatrixInfo],
-    steps: Mapping[str, int],
-) -> dict[str, Any]:
+def _costs(config: Any, groups: Any, dims: Any, steps: Mapping[str, int]) -> dict[str, Any]:
     """Work and traffic of the ranks in an optimizer step, by ownership, and their memory."""
-    from torchtitan_ext.tools.preflight_memory import logit_bytes, memory_of
+    from torchtitan_ext.tools.preflight_memory import logit_bytes, memory_of, registry_of
     from torchtitan_ext.tools.step_cost import OWNERSHIPS, StepCost, lay_out
 
-    memory = memory_of(config, dims)
+    memory, registry = memory_of(config, groups, dims), registry_of(groups)
     logits = logit_bytes(config, dims)
     ownership_rows, exchange, newton_schulz = {}, 0, 0
     if registry:
@@ -230,12 +224,12 @@ def _costs(
             cost = StepCost(registry, matrices, steps, ranks, config=settings)
             ownership_rows[ownership] = {
                 "owners": len({job.owner for job in cost.jobs}),
-                "busiest / mean": cost.imbalance,
+                "busiest / mean": (cost.flops.max() / cost.flops.mean()).item(),
                 "GFLOP of the busiest": cost.flops.max().item() / 1e9,
                 "sent bytes": cost.sent,
             }
             if ownership == muon.ownership:
-                exchange, newton_schulz = cost.buffers(), cost.memory() - cost.buffers()
+                exchange, newton_schulz = cost.memory()
     # The exchange frees its buffers between steps.
     peak = sum(memory.values()) + max(logits, exchange + newton_schulz)
     memory |= {"exchange_bytes": exchange, "newton_schulz_bytes": newton_schulz}

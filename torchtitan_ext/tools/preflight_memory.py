@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -30,9 +28,10 @@ def groups_of(config: Any) -> Groups:
     Raises:
         ValueError: For a model that there is not, or an unknown matrix inside a block.
     """
-    from torchtitan_ext.plugin import optimizers
+    from torchtitan_ext.plugin import models, optimizers
 
-    model = _built(*dataclasses.asdict(config.model).items())
+    with torch.device("meta"):
+        model = models.spec(config.model).model.build()
     if config.optimizer.name in STOCK:
         params = [(name, parameter) for parameter, name in named_parameters([model]).items()]
         return [{"params": params, "algorithm": "adamw"}]
@@ -51,15 +50,7 @@ def registry_of(groups: Groups) -> list[MatrixInfo]:
     return registry
 
 
-@functools.lru_cache(maxsize=1)  # a large one takes a second
-def _built(*fields: tuple[str, Any]) -> Any:
-    from torchtitan_ext.plugin import models
-
-    with torch.device("meta"):
-        return models.spec(models.Model(**dict(fields))).model.build()
-
-
-def held_bytes(config: Any, shards: int) -> tuple[int, int]:
+def held_bytes(config: Any, groups: Groups, shards: int) -> tuple[int, int]:
     """Bytes of the fullest rank: of parameters, and of optimizer state.
 
     FSDP cuts dim 0 as ``torch.chunk`` does: the first rank holds the ceiling.
@@ -67,7 +58,7 @@ def held_bytes(config: Any, shards: int) -> tuple[int, int]:
     optimizer = config.optimizer
     itemsize = getattr(torch, config.training.dtype).itemsize
     params = state = 0
-    for group in groups_of(config):
+    for group in groups:
         bytes_per_entry = 2 * itemsize  # of AdamW
         if group["algorithm"] == "muon":
             bytes_per_entry = torch.float32.itemsize * (2 if optimizer.name == "AdaMuon" else 1)
@@ -78,13 +69,11 @@ def held_bytes(config: Any, shards: int) -> tuple[int, int]:
     return params, state
 
 
-def checkpoint_sizes(config: Any) -> dict[str, int]:
+def checkpoint_sizes(config: Any, groups: Groups) -> dict[str, int]:
     """Bytes of a checkpoint (``checkpoint_bytes``), and how many are saved, and kept at the end."""
     section, steps = config.checkpoint, config.training.steps
-    saved = 0
-    if section.enable:
-        saved = steps // section.interval + (steps % section.interval != 0)
-    params, state = held_bytes(config, 1)
+    saved = -(-steps // section.interval) if section.enable else 0
+    params, state = held_bytes(config, groups, 1)
     kept = saved
     if section.keep_latest_k:
         milestones = steps // section.keep_every if section.keep_every else 0
@@ -117,14 +106,15 @@ def logit_bytes(config: Any, dims: Any) -> int:
     return num_logits * bytes_per_logit // shares
 
 
-def memory_of(config: Any, dims: Any) -> dict[str, int]:
+def memory_of(config: Any, groups: Groups, dims: Any) -> dict[str, int]:
     """Bytes of the fullest rank that last, by what they are for: no activations.
 
     Args:
         config: A checked config.
+        groups: Those of :func:`groups_of`.
         dims: torchtitan's ``ParallelDims``, without tensor or pipeline parallelism.
     """
-    params, state = held_bytes(config, dims.dp_shard * dims.cp)
+    params, state = held_bytes(config, groups, dims.dp_shard * dims.cp)
     return {"parameters_bytes": params, "gradients_bytes": params, "optimizer_state_bytes": state}
 
 
@@ -141,7 +131,7 @@ def check_memory(config: Any, dims: Any, memory_gb: float) -> None:
     """
     logits, lasting = logit_bytes(config, dims), 0
     if dims.tp == dims.pp == 1:
-        lasting = sum(memory_of(config, dims).values())
+        lasting = sum(memory_of(config, groups_of(config), dims).values())
     if logits + lasting > memory_gb * 1e9:
         raise ValueError(
             f"training.local_batch_size: found {config.training.local_batch_size}, whose logits "

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate, Shard
 from amo_dist.config import MuonConfig
 from amo_dist.distributed.bucket import BUCKETS_IN_FLIGHT
 from amo_dist.distributed.layout import Matrix, make_matrix, mesh_layout
-from amo_dist.distributed.plan import BucketPlan, Job, assign, count_elements, plan_exchange
+from amo_dist.distributed.plan import Job, assign, count_elements, plan_exchange
 from amo_dist.schedule.allocate import ns_step_flops
 from amo_dist.schedule.types import MatrixInfo
 
@@ -65,10 +65,9 @@ class StepCost:
         *,
         config: MuonConfig | None = None,
     ) -> None:
-        self._matrices, self._num_ranks = matrices, num_ranks
+        self._matrices = matrices
         self._config = config = (config or MuonConfig()).on_device("cuda")
         assert config.wire_dtype is not None
-        self._itemsize = getattr(torch, config.ns_dtype).itemsize
         self._wire = getattr(torch, config.wire_dtype).itemsize
         counts = [steps[info.operator_type] for info in registry]
         costs = [
@@ -86,51 +85,35 @@ class StepCost:
             sent += (1 + copies) * matrix.num_elements - 2 * matrix.num_held(job.owner)
         self.sent = self._wire * sent / num_ranks
 
-    @property
-    def imbalance(self) -> float:
-        """Flops of the busiest rank over the mean of all ranks; 1 without any work."""
-        mean = self.flops.mean().item()
-        return self.flops.max().item() / mean if mean else 1.0
-
-    def _buckets(self) -> Sequence[BucketPlan]:
-        """Buckets of the busiest rank; local ones, on one rank, need no exchange."""
-        plan = plan_exchange(
-            self._matrices,
-            self.jobs,
-            rank=int(self.flops.argmax()),
-            peers=range(self._num_ranks),
-            itemsize=self._wire,
-            bucket_bytes=self._config.bucket_bytes,
-        )
-        return plan.buckets or plan.local
-
-    def _shapes(self) -> list[list[tuple[int, int]]]:
-        """Shapes of the matrices in each bucket of the busiest rank."""
-        return [[self._matrices[index].shape for index in b.owned] for b in self._buckets()]
-
-    def buffers(self) -> int:
-        """Bytes that the busiest rank holds for the exchange during a step.
+    def memory(self) -> tuple[int, int]:
+        """Peak bytes of the busiest rank: buffers of the exchange, and Newton-Schulz beside them.
 
         Buckets in flight take turns with the buffers of each kind of transfer, and the matrices of
         the current bucket are held once. A holder has a share of the matrices of every owner, and
         replicas multiply what an owner sends.
         """
-        buckets = self._buckets()
-        elements = max((sum(map(math.prod, part)) for part in self._shapes()), default=0)
+        plan = plan_exchange(
+            self._matrices,
+            self.jobs,
+            rank=int(self.flops.argmax()),
+            peers=range(len(self.flops)),
+            itemsize=self._wire,
+            bucket_bytes=self._config.bucket_bytes,
+        )
+        buckets = plan.buckets or plan.local  # on one rank, which exchanges nothing
+        shapes = [[self._matrices[index].shape for index in b.owned] for b in buckets]
+        elements = max((sum(map(math.prod, part)) for part in shapes), default=0)
         for side in ("to_owners", "from_holders", "to_holders", "from_owners"):
             sizes = [sum(map(count_elements, getattr(bucket, side))) for bucket in buckets]
             for turn in range(BUCKETS_IN_FLIGHT):
                 elements += max(sizes[turn::BUCKETS_IN_FLIGHT], default=0)
-        return int(self._wire * elements)
-
-    def memory(self) -> int:
-        """Peak bytes of the busiest rank: buffers, and Newton-Schulz on its largest batch."""
+        itemsize = getattr(torch, self._config.ns_dtype).itemsize
         batches = [
-            newton_schulz_bytes(count, shape, self._itemsize, wire=self._wire)
-            for part in self._shapes()
+            newton_schulz_bytes(count, shape, itemsize, wire=self._wire)
+            for part in shapes
             for shape, count in Counter(part).items()
         ]
-        return self.buffers() + max(batches, default=0)
+        return self._wire * elements, max(batches, default=0)
 
 
 def newton_schulz_bytes(
