@@ -26,11 +26,12 @@ from torchtitan.components.quantization import Float8LinearConverter
 from torchtitan.config import Configurable, ParallelismConfig, TrainingConfig, derive, override
 from torchtitan.models.common.linear import Linear
 
+from amo_dist.optimizers.named import OPTIMIZER_NAMES
 from torchtitan_ext.config.values import fail_unknown, overlay
 from torchtitan_ext.plugin import machine, patches, stop
 from torchtitan_ext.plugin.checkpoints import CheckpointManager
 from torchtitan_ext.plugin.metrics import MetricsProcessor
-from torchtitan_ext.plugin.optimizers import OPTIMIZERS, STOCK, OptimizersContainer
+from torchtitan_ext.plugin.optimizers import OptimizersContainer
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ def amo(section: Any, **fields: Any) -> Any:
 @override(target=StockSection, description="Muon with one schedule for all matrices")
 def muon(section: Any, **fields: Any) -> Any:
     """Muon, or by ``name`` another of its family: ``{"lr": 1e-3, "name": "Muon-PE"}``."""
-    names = tuple(name for name in OPTIMIZERS if name not in ("AMO", *STOCK))
+    names = tuple(name for name in OPTIMIZER_NAMES if name not in ("AMO", "AdamW"))
     return _replacement(section, "muon", names, fields)
 
 

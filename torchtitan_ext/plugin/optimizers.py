@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 import torchtitan.components.optimizer as titan
 from torch import nn
@@ -27,12 +26,6 @@ from amo_dist.schedule.types import Schedule
 from torchtitan_ext.config.schedule_file import load_schedule_file
 from torchtitan_ext.plugin import hyperparameters
 from torchtitan_ext.runs.step_clock import StepClock
-
-STOCK = ("AdamW",)
-"""Values of ``optimizer.name`` that are PyTorch's own; they orthogonalize nothing."""
-
-OPTIMIZERS = ("AMO", *(name for name in OPTIMIZER_NAMES if name not in ("AMO", *STOCK)), *STOCK)
-"""Values of ``optimizer.name``."""
 
 SHARED = tuple(field.name for field in dataclasses.fields(MuonConfig))
 """Fields of ``[optimizer.muon]`` that every optimizer of the Muon family reads, AMO too."""
@@ -77,8 +70,8 @@ def validate(config: Any) -> None:
         ValueError: For an unknown name, an expression that is none, or a schedule that the named
             optimizer does not read.
     """
-    if config.name not in OPTIMIZERS:
-        known = ", ".join(map(repr, OPTIMIZERS))
+    if config.name not in OPTIMIZER_NAMES:
+        known = ", ".join(map(repr, OPTIMIZER_NAMES))
         raise ValueError(f"optimizer.name: found {config.name!r}, expected one of {known}")
     for field_name, expression in _expressions(config):
         try:
@@ -192,31 +185,16 @@ def _make(groups: list[dict[str, Any]], config: Any) -> Optimizer:
         "betas": (config.beta1, config.beta2),
         "eps": config.eps,
     }
-    if config.name in STOCK:
-        return _make_stock(groups, config, options)
+    if config.name == "AdamW":
+        optimizer = make_optimizer(config.name, groups, **options)
+        for group in optimizer.param_groups:
+            kind = config.implementation
+            group |= {"fused": kind == "fused", "foreach": kind == "foreach"}
+        return optimizer
     own = config.amo if config.name == "AMO" else MuonConfig(**config.muon.shared())
     if config.name == "Muon":
         return Muon(groups, schedule=fixed_schedule(config), config=own, **options)
     return make_optimizer(config.name, groups, config=own, **options)
-
-
-def _make_stock(groups: list[dict[str, Any]], config: Any, options: Mapping[str, Any]) -> Optimizer:
-    """Optimizer of PyTorch."""
-    stock: Any = getattr(torch.optim, config.name)
-    optimizer: Optimizer = stock(
-        [
-            {
-                "params": [parameter for _, parameter in group["params"]],
-                "lr": config.lr * group.get("lr_multiplier", 1.0),
-                "weight_decay": group.get("weight_decay", config.weight_decay),
-            }
-            for group in groups
-        ],
-        **options,
-        fused=config.implementation == "fused",
-        foreach=config.implementation == "foreach",
-    )
-    return optimizer
 
 
 def _require_used(model_parts: Sequence[nn.Module], config: Any) -> None:
@@ -259,7 +237,7 @@ class OptimizersContainer(titan.OptimizersContainer):
         """``[optimizer]``."""
 
         name: str = "AdamW"
-        """One of :data:`OPTIMIZERS`."""
+        """One of :data:`amo_dist.optimizers.named.OPTIMIZER_NAMES`."""
 
         lr: float = 8e-4
         """Peak learning rate."""
@@ -361,7 +339,7 @@ def groups_of(model_parts: Sequence[nn.Module], config: Any) -> list[dict[str, A
     """
     # The config's own patterns come before those of the modules: the first match wins. A part may
     # lack what an expression names: another pipeline stage has it.
-    is_stock = config.name in STOCK  # to which every matrix is as good as another
+    is_stock = config.name == "AdamW"  # to which every matrix is as good as another
     return param_groups(
         model_parts,
         patterns={} if is_stock else {**config.patterns, **_fused(model_parts)},

@@ -11,7 +11,6 @@ import torch
 from amo_dist.distributed.layout import make_matrix, replicated_layout
 from amo_dist.operators.groups import named_parameters
 from amo_dist.schedule.types import MatrixInfo
-from torchtitan_ext.plugin.optimizers import STOCK
 
 Groups = Sequence[Mapping[str, Any]]
 
@@ -32,7 +31,7 @@ def groups_of(config: Any) -> Groups:
 
     with torch.device("meta"):
         model = models.spec(config.model).model.build()
-    if config.optimizer.name in STOCK:
+    if config.optimizer.name == "AdamW":
         params = [(name, parameter) for parameter, name in named_parameters([model]).items()]
         return [{"params": params, "algorithm": "adamw"}]
     return optimizers.groups_of([model], config.optimizer)

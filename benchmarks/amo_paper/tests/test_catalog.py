@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from amo_dist.optimizers.named import OPTIMIZER_NAMES
 from benchmarks.amo_paper import geometry
 from benchmarks.amo_paper.__main__ import build_parser
 from benchmarks.amo_paper.catalog import ALL_RUNS, EXPERIMENTS, MODELS
 from benchmarks.amo_paper.resolve import ROOT, Job, Place, resolve
 from torchtitan_ext.config import settings
-from torchtitan_ext.plugin import optimizers
 
 PAPER, SMALL = Place(), Place(small=True)
 GOLDEN = Path(__file__).parent / "golden"
@@ -51,7 +51,7 @@ def test_one_name_is_one_run() -> None:
 def parsed(job: Job) -> Any:
     # Other runs make this file.
     known = [a for a in job.arguments() if not a.startswith("--optimizer.muon.schedule_file")]
-    if job.options["optimizer.name"] not in optimizers.OPTIMIZERS:
+    if job.options["optimizer.name"] not in OPTIMIZER_NAMES:
         known.append("--optimizer.name=Muon")  # the last one counts
     return settings.parse([f"--job.config_file={ROOT / job.config}", *known])
 
