@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -31,7 +30,6 @@ class Counted:
     metrics: dict[str, float]
     pairs: Pairs
     total: Volume
-    elements: int
     observed: Pairs
     """Beside ``pairs``, to measure; nothing of it is delivered."""
 
@@ -78,7 +76,6 @@ def count(
         optimizer.metrics(),
         sent_by_pair(matrices, jobs, world_size),
         predict(matrices, jobs),
-        sum(matrix.num_elements for matrix in matrices),
         observed,
     )
 
@@ -88,6 +85,7 @@ def sent_by(rank: int, pairs: Pairs) -> dict[int, Volume]:
 
 
 CASES = [
+    pytest.param("fsdp", 1, SHAPES, 2**20, id="one-process"),
     pytest.param("fsdp", 2, SHAPES, 2**20, id="fsdp-2"),
     pytest.param("fsdp", 4, SHAPES, 64, id="fsdp-4-uneven-and-empty"),
     pytest.param("hsdp", 4, SHAPES, 2**20, id="hsdp-2x2"),
@@ -111,13 +109,8 @@ def test_ranks_send_what_the_ledger_says(
         assert found.sent == {to: BF16 * volume.elements for to, volume in mine.items()}
         assert found.metrics["exchange/sent_bytes"] == sum(found.sent.values())
     total = sum(sum(found.sent.values()) for found in results)
-    assert total == BF16 * results[0].total.elements > 0
-
-
-def test_even_fsdp_sends_the_volume_of_the_formula(run_on: Ranks) -> None:
-    results = run_on(4)(count, "fsdp", EVEN)
-    mean = Fraction(sum(sum(found.sent.values()) for found in results), 4)
-    assert mean == Fraction(2 * BF16 * results[0].elements * 3, 4**2)
+    assert total == BF16 * results[0].total.elements
+    assert bool(total) == (world_size > 1)
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "hsdp"])
@@ -131,9 +124,3 @@ def test_observed_matrices_are_gathered_once_more_in_the_dtype_of_momentum(
         for to, volume in sent_by(rank, found.observed).items():
             expected[to] = expected.get(to, 0) + FP32 * volume.gathered
         assert found.sent == {to: number for to, number in expected.items() if number}
-
-
-def test_one_process_sends_nothing(run_on: Ranks) -> None:
-    (found,) = run_on(1)(count, "fsdp", SHAPES)
-    assert found.sent == {}
-    assert found.metrics["exchange/sent_bytes"] == 0
