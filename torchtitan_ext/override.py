@@ -1,4 +1,4 @@
-"""AMO, Muon, NorMuon and float8 in any config of torchtitan, by one option.
+"""AMO, Muon, its family and float8 in any config of torchtitan, by one option.
 
     torchrun --nproc-per-node 8 -m torchtitan.train --module llama3 --config llama3_8b \
         --override.imports 'torchtitan_ext.override.amo={"lr": 1e-3}'
@@ -73,12 +73,6 @@ def muon(section: Any, **fields: Any) -> Any:
     """Muon, or by ``name`` another of its family: ``{"lr": 1e-3, "name": "Muon-PE"}``."""
     names = tuple(name for name in OPTIMIZER_NAMES if name not in ("AMO", "AdamW"))
     return _replacement(section, "muon", names, fields)
-
-
-@override(target=StockSection, description="NorMuon")
-def normuon(section: Any, **fields: Any) -> Any:
-    """NorMuon."""
-    return _replacement(section, "normuon", ("NorMuon",), fields)
 
 
 @override(

@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         ValueError: The run cannot be read, or has no geometry log.
     """
     log = read_geometry(args.run_folder / GEOMETRY_FILE, _KINDS)
-    tracked = TrackedRun(**vars(data.load_one(args.run_folder)), geometry=log)
+    tracked = TrackedRun(**vars(data.load(args.run_folder)), geometry=log)
     args.output.mkdir(parents=True, exist_ok=True)
     with report.style():
         for name, figure, caption in draw(tracked):

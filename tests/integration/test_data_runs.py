@@ -10,7 +10,7 @@ import pytest
 from tests.integration import titan_ranks
 from tests.titan.data_corpus import write_packed
 from torchtitan_ext.runs.run_files import read_metrics
-from torchtitan_ext.tools.report.data import load_one
+from torchtitan_ext.tools.report.data import load
 
 pytestmark = pytest.mark.slow
 
@@ -43,7 +43,7 @@ def test_validation_reads_all_of_its_data_and_leaves_training_alone(
         run = titan.run(titan_ranks.Job(world, str(folder), (*plain, *validating, batch)))
         found[world] = read_metrics(folder).validations
         assert f"validation loss after step 16: {found[world][-1][1]:.4f}" in run.output()
-        spans = load_one(folder).spans("phase")  # between the logged steps 5, 10, 15 and 16
+        spans = load(folder).spans("phase")  # between the logged steps 5, 10, 15 and 16
         assert spans == [("observation", 1, 4), ("transition", 5, 7), ("locked", 8, 16)]
     assert run.losses() == unseen.losses()
     assert [step for step, _ in found[2]] == [1, 8, 16]

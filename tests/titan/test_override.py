@@ -63,7 +63,6 @@ def test_one_option_brings_optimizer_metrics_and_checkpoints() -> None:
         ("muon", "Muon", ""),
         ('muon={"schedule": "pe"}', "Muon", "pe"),
         ('muon={"name": "AdaMuon"}', "AdaMuon", ""),
-        ("normuon", "NorMuon", ""),
     ],
 )
 def test_others_of_the_family_have_their_names(token: str, name: str, schedule: str) -> None:

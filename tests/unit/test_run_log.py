@@ -47,7 +47,7 @@ def test_a_plain_loop_is_reported_through_its_lock_and_a_restart(
     log = RunLog(tmp_path / "run", optimizer, num_steps=12)
     for _ in range(6):
         log(step(model, optimizer), num_tokens=100 * optimizer.num_steps_taken)
-    run = data.load_one(tmp_path / "run")
+    run = data.load(tmp_path / "run")
     assert [record["step"] for record in run.metrics] == [4, *range(7, 13)]
     assert run.metrics[0]["grad_norm"] == 2.0
     assert run.metrics[-1]["tokens_per_second"] > 0
@@ -64,5 +64,5 @@ def test_an_optimizer_of_another_family_is_logged_by_number(tmp_path: Path) -> N
     with pytest.raises(ValueError, match="step: found none with AdamW, expected the number"):
         log(1.0)
     log(1.0, step=1)
-    (record,) = data.load_one(tmp_path).metrics
+    (record,) = data.load(tmp_path).metrics
     assert (record["step"], record["lr"], record["phase"]) == (1, 0.5, "")

@@ -35,9 +35,3 @@ def _is_for_console(record: logging.LogRecord) -> bool:
     is_ours = record.name.split(".", 1)[0] in _OURS
     first = os.environ.get("RANK", "0") == "0"
     return is_ours and first and (record.levelno >= logging.WARNING or record.name == _PLANS)
-
-
-def duration(seconds: float) -> str:
-    """``h:mm:ss``."""
-    whole = round(seconds)
-    return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"

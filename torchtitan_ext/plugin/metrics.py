@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -20,7 +21,6 @@ from torchtitan_ext.batch import sequences_per_step
 from torchtitan_ext.imports import import_class
 from torchtitan_ext.plugin import optimizers
 from torchtitan_ext.plugin.callbacks import Callbacks
-from torchtitan_ext.plugin.console import duration
 from torchtitan_ext.plugin.machine import cpu_is_needed, resident_peak
 from torchtitan_ext.runs import run_log
 from torchtitan_ext.runs.run_files import RunFiles, lock, require_local
@@ -240,5 +240,5 @@ def progress_line(record: Mapping[str, Any], num_steps: int) -> str:
     if (waits := record["data_seconds_per_step"]) >= 0.01 * record["seconds_per_step"]:
         parts.append(f"waits for data: {waits * 1e3:,.0f} ms per step")
     parts.append(f"tokens/s on all ranks: {record['tokens_per_second']:,.0f}")
-    remaining = (num_steps - record["step"]) * record["seconds_per_step"]
-    return "  ".join([*parts, f"to go: {duration(remaining)} of {num_steps} steps"])
+    seconds = round((num_steps - record["step"]) * record["seconds_per_step"])
+    return "  ".join([*parts, f"to go: {timedelta(seconds=seconds)} of {num_steps} steps"])

@@ -64,20 +64,23 @@ def run(args: argparse.Namespace) -> int:
             )
     print("loading PyTorch and torchtitan ...", file=sys.stderr, flush=True)
     from torchtitan_ext.config import settings
-    from torchtitan_ext.config.checks import collect
+    from torchtitan_ext.config.checks import collect, validate_config
     from torchtitan_ext.plugin import machine
-    from torchtitan_ext.tools import preflight_here
     from torchtitan_ext.tools.dry_run import dry_run
+    from torchtitan_ext.tools.preflight_here import missing_on_this_machine
+    from torchtitan_ext.tools.preflight_memory import check_memory
 
     config = settings.load([f"--{settings.FILE}", args.config, *args.overrides])
     is_elsewhere = args.world > machine.most_ranks()
     memory_gb = args.memory_gb or (80.0 if is_elsewhere else machine.gpu_memory_gb())
-    config, problems = preflight_here.validate_config(config, args.world, memory_gb)
+    config, problems = validate_config(config, args.world)
+    if memory_gb and not problems:  # Sizes mean little before all fits together.
+        collect(problems, lambda: check_memory(config, args.world, memory_gb))
     report = predict(config, args.world, problems)
     if args.dry_run and not problems:
         print(f"training two steps as one of {args.world} ranks ...", file=sys.stderr, flush=True)
         report["dry run"] = collect(problems, lambda: dry_run(config, args.world))
-    missing = preflight_here.missing_on_this_machine(config) if config.model_spec else []
+    missing = missing_on_this_machine(config) if config.model_spec else []
     report["missing on this machine"] = missing
     if not is_elsewhere:
         problems += missing
@@ -90,7 +93,7 @@ def predict(config: Any, world_size: int, problems: list[str]) -> dict[str, Any]
     """Make the report as JSON values, without the parts that mistakes leave unknown.
 
     Args:
-        config: A config from :func:`torchtitan_ext.tools.preflight_here.validate_config`.
+        config: A config from :func:`torchtitan_ext.config.checks.validate_config`.
         world_size: Number of ranks.
         problems: Mistakes of the config. An unknown matrix inside a block, and a schedule file that
             lacks an operator type are appended.
@@ -188,7 +191,7 @@ def _steps(config: Any, registry: Sequence[MatrixInfo]) -> dict[str, int]:
 
 def _run(config: Any, groups: Any, dims: Any) -> dict[str, Any]:
     from torchtitan_ext.batch import sequences_per_step
-    from torchtitan_ext.tools.preflight_memory import checkpoint_sizes
+    from torchtitan_ext.tools.preflight_memory import held_bytes
 
     training = config.training
     ranks = dims.dp_replicate * dims.dp_shard
@@ -201,7 +204,7 @@ def _run(config: Any, groups: Any, dims: Any) -> dict[str, Any]:
         "accumulated batches": batch // (training.local_batch_size * ranks),
         "tokens per step": tokens,
         "tokens": tokens * training.steps,
-        **checkpoint_sizes(config, groups),
+        "checkpoint_bytes": sum(held_bytes(config, groups, 1)),
     }
 
 

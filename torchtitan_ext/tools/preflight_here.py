@@ -1,4 +1,4 @@
-"""Checks of a config, and of the machine that starts it: its tokenizer and data."""
+"""Checks of the machine that starts a run: its tokenizer and data."""
 
 from __future__ import annotations
 
@@ -6,30 +6,8 @@ import functools
 from pathlib import Path
 from typing import Any
 
-from torchtitan_ext.config import checks
 from torchtitan_ext.config.checks import collect
 from torchtitan_ext.data.loader import open_corpora
-from torchtitan_ext.tools.preflight_memory import check_memory
-
-
-def validate_config(
-    config: Any, world_size: int, memory_gb: float | None = None
-) -> tuple[Any, list[str]]:
-    """Complete a config, and check how its fields fit together and with a world.
-
-    Args:
-        config: Config as :func:`torchtitan_ext.config.settings.load` reads it; stays as it is.
-        world_size: Number of ranks.
-        memory_gb: Memory of a rank's device in 1e9 bytes; None leaves memory unchecked.
-
-    Returns:
-        The config, complete as far as it has no mistakes, and a line for each mistake.
-    """
-    config, problems = checks.validate_config(config, world_size)
-    if memory_gb is not None and not problems:  # sizes mean little before all fits together
-        dims = checks.degrees(config, world_size)
-        collect(problems, lambda: check_memory(config, dims, memory_gb))
-    return config, problems
 
 
 def missing_on_this_machine(config: Any) -> list[str]:

@@ -11,6 +11,7 @@ import torch
 from amo_dist.distributed.layout import make_matrix, replicated_layout
 from amo_dist.operators.groups import named_parameters
 from amo_dist.schedule.types import MatrixInfo
+from torchtitan_ext.config.checks import degrees
 
 Groups = Sequence[Mapping[str, Any]]
 
@@ -68,22 +69,6 @@ def held_bytes(config: Any, groups: Groups, shards: int) -> tuple[int, int]:
     return params, state
 
 
-def checkpoint_sizes(config: Any, groups: Groups) -> dict[str, int]:
-    """Bytes of a checkpoint (``checkpoint_bytes``), and how many are saved, and kept at the end."""
-    section, steps = config.checkpoint, config.training.steps
-    saved = -(-steps // section.interval) if section.enable else 0
-    params, state = held_bytes(config, groups, 1)
-    kept = saved
-    if section.keep_latest_k:
-        milestones = steps // section.keep_every if section.keep_every else 0
-        kept = min(saved, section.keep_latest_k + milestones)
-    return {
-        "checkpoint_bytes": params + state,
-        "checkpoints_saved": saved,
-        "checkpoints_kept": kept,
-    }
-
-
 def logit_bytes(config: Any, dims: Any) -> int:
     """Bytes that the logits of a batch and their gradients take at the worst moment of a rank.
 
@@ -117,17 +102,18 @@ def memory_of(config: Any, groups: Groups, dims: Any) -> dict[str, int]:
     return {"parameters_bytes": params, "gradients_bytes": params, "optimizer_state_bytes": state}
 
 
-def check_memory(config: Any, dims: Any, memory_gb: float) -> None:
+def check_memory(config: Any, world_size: int, memory_gb: float) -> None:
     """Check that a rank can hold what it must, activations and exchange aside.
 
     Args:
         config: A checked config.
-        dims: torchtitan's ``ParallelDims``.
+        world_size: Number of ranks.
         memory_gb: Memory of a rank's device, in 1e9 bytes.
 
     Raises:
         ValueError: Naming the field that helps.
     """
+    dims = degrees(config, world_size)
     logits, lasting = logit_bytes(config, dims), 0
     if dims.tp == dims.pp == 1:
         lasting = sum(memory_of(config, groups_of(config), dims).values())

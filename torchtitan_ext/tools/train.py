@@ -90,9 +90,10 @@ def run(args: argparse.Namespace) -> int:
     if "RANK" in os.environ:  # torchrun's
         os.execv(sys.executable, [sys.executable, "-u", "-m", RANK, *arguments])
     print("loading PyTorch and torchtitan ...", file=sys.stderr, flush=True)
-    from torchtitan_ext.config import settings
+    from torchtitan_ext.config import checks, settings
     from torchtitan_ext.plugin import machine
-    from torchtitan_ext.tools.preflight_here import missing_on_this_machine, validate_config
+    from torchtitan_ext.tools.preflight_here import missing_on_this_machine
+    from torchtitan_ext.tools.preflight_memory import check_memory
 
     nodes = args.nodes or 1
     if nodes > 1 and not args.head:
@@ -105,7 +106,9 @@ def run(args: argparse.Namespace) -> int:
     ranks = pick_ranks(args.ranks, args.nodes)
     # A rank on CPU has its share of the machine's memory.
     memory_gb = machine.gpu_memory_gb() or machine.memory_bytes() / ranks / 1e9
-    config, problems = validate_config(config, ranks * nodes, memory_gb)
+    config, problems = checks.validate_config(config, ranks * nodes)
+    if not problems:  # Sizes mean little before all fits together.
+        checks.collect(problems, lambda: check_memory(config, ranks * nodes, memory_gb))
     problems = problems or missing_on_this_machine(config)
     if problems:
         raise ValueError("\n".join(dict.fromkeys(problems)))

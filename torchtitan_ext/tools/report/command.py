@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(
             f"amo report: found no {error.name}, expected the extra: pip install 'amo-dist[plots]'"
         ) from None
-    runs = data.load(args.runs)
+    runs = [data.load(folder) for folder in args.runs]
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     with figures.style():
         text = environment.from_string(TEMPLATE.read_text("utf-8")).render(

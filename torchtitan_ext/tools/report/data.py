@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ class Run:
     """One run's files."""
 
     label: str
-    """Short name, unique in a report."""
+    """Path of its folder."""
     metrics: Records
     """The logged steps of ``metrics.jsonl``."""
     validations: Sequence[tuple[int, float]]
@@ -61,39 +60,20 @@ class Run:
         return [span for span in spans if span[0]]
 
 
-def load(folders: Iterable[str | Path]) -> list[Run]:
-    """Read runs.
-
-    Args:
-        folders: Dump folders.
-
-    Raises:
-        ValueError: A folder holds no metrics, or a file is malformed.
-    """
-    paths = [Path(folder) for folder in folders]
-    # realpath, unlike Path.resolve, does not raise for a loop of links.
-    real = [Path(os.path.realpath(path)) for path in paths]
-    labels = [path.name for path in real]
-    if len(set(labels)) < len(labels):
-        labels = ["/".join(path.parts[-2:]) for path in real]
-    if len(set(labels)) < len(labels):
-        raise ValueError(f"RUN: found {', '.join(labels)}, expected each run once")
-    return [load_one(path, label) for path, label in zip(paths, labels, strict=True)]
-
-
-def load_one(folder: Path, label: str | None = None) -> Run:
+def load(folder: str | Path) -> Run:
     """Read one run.
 
     Raises:
         ValueError: The folder holds no metrics, or a file is malformed.
     """
+    folder = Path(folder)
     metrics = read_metrics(folder)
     if not metrics.steps:
         raise ValueError(
             f"{folder}: found no {METRICS_FILE} with a record, expected the dump folder of a run"
         )
     return Run(
-        label=label or Path(os.path.realpath(folder)).name,
+        label=str(folder),
         metrics=metrics.steps,
         validations=metrics.validations,
         plan=read_plan(folder),
