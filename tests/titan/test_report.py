@@ -33,6 +33,9 @@ def metric(step: int, **changes: Any) -> dict[str, Any]:
 
 def write_run(folder: Path, metrics: list[dict[str, Any]]) -> Path:
     folder.mkdir(parents=True)
+    for before, record in zip([{"step": 0}, *metrics], metrics, strict=False):
+        change = {name: record[name] for name in ("phase", "num_steps_by_type")}
+        record.setdefault("changes", [{**change, "step": before["step"] + 1}])
     (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in metrics))
     return folder
 

@@ -242,11 +242,9 @@ def find_checkpoint(path: Path) -> Path:
     """
     if checkpoint_step(path) is not None or is_complete(path):
         return path
-    config = read_config(path) or {}
-    folder = path / str((config.get("checkpoint") or {}).get("folder", "checkpoint"))
-    for parent in (folder, path):
-        if steps := complete_steps(parent):
-            return parent / f"step-{max(steps)}"
+    for folder in (*path.glob("*/"), path):  # A run's folder of checkpoints may have any name.
+        if steps := complete_steps(folder):
+            return folder / f"step-{max(steps)}"
     raise ValueError(
         f"checkpoint: found no complete one in {path}, expected step-<n> or the dump folder of a "
         "run that has saved"

@@ -46,16 +46,10 @@ class Run:
         def value(change: Mapping[str, Any]) -> Any:
             return change[field].get(name) if name else change[field]
 
-        changes: list[Mapping[str, Any]] = []
-        before = 0
-        for record in self.metrics:
-            changes += (
-                record["changes"] if "changes" in record else [{**record, "step": before + 1}]
-            )
-            before = record["step"]
+        changes = [change for record in self.metrics for change in record["changes"]]
         stretches = [next(same) for _, same in itertools.groupby(changes, value)]
         firsts = [stretch["step"] for stretch in stretches]
-        lasts = [*(first - 1 for first in firsts[1:]), before]
+        lasts = [*(first - 1 for first in firsts[1:]), self.metrics[-1]["step"]]
         spans = zip(map(value, stretches), firsts, lasts, strict=True)
         return [span for span in spans if span[0]]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from amo_dist.config import sort_operator_types
@@ -32,15 +32,11 @@ _RC: Any = {
 }
 
 
-@contextlib.contextmanager
-def style() -> Iterator[None]:
-    """Set the style of figures, whatever the user's own settings of matplotlib."""
-    import matplotlib
+def style() -> contextlib.AbstractContextManager[None]:
+    """The style of figures, whatever the user's own settings of matplotlib."""
+    import matplotlib.style
 
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(_RC)
-        yield
+    return matplotlib.style.context(_RC, after_reset=True)
 
 
 def new(height: float = 3.1, **axes: Any) -> tuple[Any, Any]:
