@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-import types
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from benchmarks.amo_paper import __main__ as paper
-from benchmarks.amo_paper import evaluate
 from torchtitan_ext import CheckpointWriter, cli
 from torchtitan_ext.config import settings
 from torchtitan_ext.data.tokenizers import Tokenizer
@@ -82,47 +79,3 @@ def test_an_export_keeps_files_of_others(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(ValueError, match="--output"):
         export.export(tmp_path / "step-1", tmp_path, SOURCE)
-
-
-class Unreached(Exception):
-    """As libraries wrap what the network does."""
-
-
-def offline(error: BaseException) -> Any:
-    """A harness whose data are not here."""
-
-    def simple_evaluate(**_: object) -> None:
-        try:
-            raise error
-        except BaseException as cause:
-            raise Unreached("five libraries up") from cause
-
-    def manager(**_: object) -> Any:
-        return types.SimpleNamespace(all_tasks=["sciq"])
-
-    return types.SimpleNamespace(
-        simple_evaluate=simple_evaluate, tasks=types.SimpleNamespace(TaskManager=manager)
-    )
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        ConnectionError("no\nroute"),
-        socket.gaierror(-2, "unknown"),
-        type("ConnectError", (Exception,), {})(),
-    ],
-)
-def test_an_evaluation_without_network_ends_in_one_line(
-    tmp_path: Path,
-    error: Exception,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    monkeypatch.setattr(evaluate, "_harness", lambda: offline(error))
-    names = ["--tasks", "sciq", "--model", "m", "--optimizer", "AMO"]
-    assert paper.main(["score", str(tmp_path), *names]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("error: --tasks: the data of sciq is not on this machine")
-    assert told.count("\n") == 1
