@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
-import io
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.examples import ROOT
 from torchtitan_ext import cli
 
-ROOT = Path(__file__).parents[2]
 COMMANDS = ("train", "preflight", "tokenize", "report", "export", "plan", "doctor")
+
+
+def python(
+    *words: str, folder: Path = ROOT, stdout: Any = subprocess.PIPE, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """A process of its own, at its end; no rank unless ``variables`` make it one."""
+    environment = {name: text for name, text in os.environ.items() if name != "RANK"}
+    return subprocess.run(
+        [sys.executable, *words],
+        cwd=folder,
+        env={**environment, "PYTHONPATH": str(ROOT), **variables},
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
@@ -25,10 +41,7 @@ def test_help_imports_neither_torch_nor_the_extras(command: str) -> None:
         f"import sys, torchtitan_ext.cli as cli; cli.main({[*command.split(), '--help']!r}); "
         f"print(sorted({heavy | {'datasets', 'rich'}!r} & set(sys.modules)))"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    usage, *_, modules = result.stdout.splitlines()
+    usage, *_, modules = python("-c", code).stdout.splitlines()
     assert usage.startswith("usage: ")
     assert modules == "[]"
 
@@ -51,10 +64,7 @@ def test_commands_without_torchtitan_run_or_name_the_extra() -> None:
         ["preflight", config],
         ["tokenize", "tests", "-o", "nowhere", "--tokenizer", "byte"],
     ]
-    code = WITHOUT.format(commands=commands)
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT
-    )
+    done = python("-c", WITHOUT.format(commands=commands))
     assert done.stdout.splitlines()[-1] == "[0, 0, 2, 2, 2]"
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 3
@@ -82,10 +92,8 @@ def test_a_command_prints_before_it_loads_torch(words: list[str]) -> None:
         "except ImportError:\n"
         "    pass\n"
     )
-    environment = {name: text for name, text in os.environ.items() if name != "RANK"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
-    )
+    done = python("-c", code)
+    assert done.returncode == 0
     assert done.stderr.startswith("loading ")
 
 
@@ -97,14 +105,7 @@ def test_a_rank_of_torchrun_becomes_the_rank(tmp_path: Path) -> None:
         "from torchtitan_ext.cli import main\n"
         "main(['train', 'x.toml', '--ranks', '2', '--training.steps=3'])\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=tmp_path,
-        env={**os.environ, "RANK": "0", "PYTHONPATH": str(ROOT)},
-    )
+    done = python("-c", code, folder=tmp_path, RANK="0")
     module = ["-u", "-m", "torchtitan_ext.train"]
     expected = [*module, "--job.config_file", "x.toml", "--training.steps=3"]
     assert done.stdout.splitlines()[0] == str(expected)
@@ -120,32 +121,21 @@ def test_a_file_does_not_command_the_terminal(
     assert "\x1b" not in output + errors
 
 
+PLAN = ("-m", "torchtitan_ext", "plan", "--ell", "attn_q=3e-4")
+
+
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_full_disk_is_a_mistake(unbuffered: str) -> None:
-    words = f"{sys.executable} -m torchtitan_ext plan --ell a=.1 > /dev/full"
-    done = subprocess.run(
-        ["bash", "-c", words],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": unbuffered},
-        check=False,
-    )
+    with open("/dev/full", "w") as full:
+        done = python(*PLAN, stdout=full, PYTHONUNBUFFERED=unbuffered)
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")
 
 
-def test_a_reader_that_closes_its_end_is_no_failure(tmp_path: Path) -> None:
+def test_a_reader_that_closes_its_end_is_no_failure() -> None:
     """As in ``amo plan ... | head``."""
     reader, writer = os.pipe()
     os.close(reader)
-    with io.FileIO(writer, "w") as pipe:
-        done = subprocess.run(
-            [sys.executable, "-m", "torchtitan_ext", "plan", "--ell", "attn_q=3e-4"],
-            stdout=pipe,
-            stderr=subprocess.PIPE,
-            text=True,
-            check=False,
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )
+    with os.fdopen(writer, "w") as pipe:
+        done = python(*PLAN, stdout=pipe)
     assert (done.returncode, done.stderr) == (0, "")
