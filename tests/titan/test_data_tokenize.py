@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -211,28 +209,6 @@ def test_a_damaged_shard_is_named(damage: Any, tmp_path: Path) -> None:
     damage(output / "00001_unshuffled.ds")
     with pytest.raises(ValueError, match=rf"^{output}/00001_unshuffled\.ds"):
         tokens_of(open_packed(str(output), ByteTokenizer(), "ascend"))
-
-
-@pytest.mark.parametrize(
-    ("options", "field"),
-    [
-        (["--text-field=body"], "--max-bad-rows"),
-        (["--score-field=score"], "--max-bad-rows"),
-        (["--max-bad-rows=x"], "--max-bad-rows"),
-        (["--pattern=*.csv"], "source"),
-        (["--tokenizer=hf"], "tokenizer.path"),
-        (["--tokenizer=tiktoken"], "tokenizer.path"),
-        (["--tasks=-1"], "--tasks"),
-        (["--executor=moon"], "--executor"),
-    ],
-)
-def test_a_mistake_is_named(
-    options: list[str], field: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}])
-    with contextlib.suppress(SystemExit):
-        assert run(tmp_path, tmp_path / "out", *options) == 2
-    assert re.search(f"error: (argument )?{field}: ", capsys.readouterr().err)
 
 
 def test_a_folder_of_other_settings_is_refused(

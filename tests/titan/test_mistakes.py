@@ -1,18 +1,23 @@
-"""Mistakes of users in sections of a config: the error names the field."""
+"""Mistakes of users in a config and among the words of a command: the error names the field."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import tokenizers
 
 from tests.examples import ROOT
-from tests.titan.data_corpus import bpe_folder, build, packed, write_packed
+from tests.titan.data_corpus import bpe_folder, build, packed, write_jsonl, write_packed
+from tests.titan.test_launch import with_gpus
 from tests.titan.test_optimizers import A2, config, model
 from tests.titan.test_override import applied, llama3_debugmodel
+from torchtitan_ext import cli
 from torchtitan_ext.config import settings
 from torchtitan_ext.data.loader import ValidationLoader
 from torchtitan_ext.data.tokenizers import Tokenizer
@@ -21,6 +26,7 @@ from torchtitan_ext.plugin.callbacks import Callbacks
 from torchtitan_ext.plugin.checkpoints import CheckpointManager
 from torchtitan_ext.plugin.metrics import MetricsProcessor
 from torchtitan_ext.plugin.optimizers import MuonSection
+from torchtitan_ext.tools import train
 
 BPE = str(bpe_folder() / "bpe.tiktoken")
 JSON = str(bpe_folder() / "tokenizer.json")
@@ -133,3 +139,105 @@ def test_a_mistake_is_named(
     write_packed(tmp_path / "corpus", [["a text of some words"] * 10])
     with pytest.raises(ValueError, match=rf"(^|[.: ]){re.escape(field)}[: ]"):
         call()
+
+
+# ------------------------------------------------------------------ words of a command
+
+CONFIGS = ROOT / "configs"
+DEBUG, QUICK, QWEN = (
+    str(CONFIGS / f"{name}.toml") for name in ("debug_llama3", "quickstart", "qwen3_1.7b")
+)
+PREFLIGHT = ["preflight", QUICK, "--world=2"]
+HF = [*PREFLIGHT, "--tokenizer.kind=hf"]
+BROKEN = ["train", QWEN, "--training.steps=-5", "--optimizer.name=Foo"]
+BATCH = "training.global_batch_size"
+TOKENIZE = ["tokenize", "rows", "-o", "out", "--tokenizer=byte"]
+FILE = "--optimizer.muon.schedule_file=short.toml"
+
+COMMANDS: list[tuple[int, list[str], list[str]]] = [
+    (0, ["train", DEBUG, "--nodes=2", "--head=a:1"], ["AMO_DEVICE"]),
+    (8, ["train", DEBUG, "--nodes=2"], ["--head"]),
+    (7, ["train", DEBUG, "--ranks=8"], ["--ranks"]),
+    (0, ["train", DEBUG, "--ranks=0"], ["--ranks"]),
+    (0, ["train", DEBUG, "--numa-binding=node"], ["--numa-binding"]),
+    (0, ["train", DEBUG, "--dump_folder=s3://bucket/run"], ["dump_folder"]),
+    (8, ["train", DEBUG, "--nodes=2", "--head=a:1", "--ranks=3", f"--{BATCH}=4"], [BATCH]),
+    # Three of eight GPUs were used without a word.
+    (8, ["train", DEBUG, "--training.local_batch_size=16", f"--{BATCH}=48"], [BATCH]),
+    # The question for the newest step was answered with 0.
+    (8, [*BROKEN, "--newest-step"], ["optimizer.name", "training.steps"]),
+    (8, BROKEN, ["optimizer.name", "training.steps"]),
+    (0, ["train", DEBUG, *HF[3:], "--hf_assets_path=gone", "--newest-step"], ["hf_assets_path"]),
+    (0, ["preflight", "no.toml"], ["job.config_file: cannot read no.toml"]),
+    (0, ["preflight", "llama3.1_75m"], ["job.config_file"]),
+    (0, ["preflight", "x.toml", "--world=0"], ["--world"]),
+    (0, ["preflight", QUICK, "--world=1000000"], ["--world"]),
+    (0, ["preflight", "x.toml", "--memory-gb=0"], ["--memory-gb"]),
+    (0, ["preflight", DEBUG, "--parallelism.tensor_parallel_degree=3"], ["parallelism"]),
+    (0, [*PREFLIGHT, "--optimizer.name=Muon", FILE], ["operator_type: found 'mlp_down'"]),
+    (0, [*HF, "--hf_assets_path=gone"], ["hf_assets_path"]),
+    (0, [*HF, "--tokenizer.path=gone/t.json"], ["tokenizer.path"]),
+    (0, [*HF, "--hf_assets_path=large"], ["model.flavor"]),
+    (0, [*HF, "--hf_assets_path=broken"], ["hf_assets_path"]),
+    *(
+        (0, [*PREFLIGHT, *more, f"--{key}=packed", f"--{key}_path=gone"], [f"{key}_path"])
+        for key, *more in (
+            ("dataloader.dataset",),
+            ("validator.dataloader.dataset", "--validator.enable"),
+        )
+    ),
+    (0, PREFLIGHT, []),
+    (0, [*TOKENIZE, "--text-field=body"], ["--max-bad-rows"]),
+    (0, [*TOKENIZE, "--score-field=score"], ["--max-bad-rows"]),
+    (0, [*TOKENIZE, "--max-bad-rows=x"], ["--max-bad-rows"]),
+    (0, [*TOKENIZE, "--pattern=*.csv"], ["source"]),
+    (0, [*TOKENIZE, "--tokenizer=hf"], ["tokenizer.path"]),
+    (0, [*TOKENIZE, "--tokenizer=tiktoken"], ["tokenizer.path"]),
+    (0, [*TOKENIZE, "--tasks=-1"], ["--tasks"]),
+    (0, [*TOKENIZE, "--executor=moon"], ["--executor"]),
+]
+"""Number of GPUs, words, and the fields of all errors."""
+
+
+def fill(folder: Path) -> None:
+    """Write what the commands ask for, some of it broken, into the current folder."""
+    for name in ("large", "broken", "rows"):
+        (folder / name).mkdir()
+    words = {f"w{number}": number for number in range(321)}  # one more than the model has
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    tokenizer.save(str(folder / "large" / "tokenizer.json"))
+    (folder / "large" / "tokenizer_config.json").write_text('{"eos_token": "w1"}')
+    (folder / "broken" / "tokenizer.json").write_text("{")
+    write_jsonl(folder / "rows" / "a.jsonl", [{"text": "a"}])
+    schedules = (CONFIGS / "schedules" / "a1.toml").read_text()
+    (folder / "short.toml").write_text(schedules.partition("[schedules.mlp_down]")[0])
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # of datatrove's log files
+@pytest.mark.parametrize(("gpus", "words", "fields"), COMMANDS)
+def test_mistakes_among_the_words_of_a_command_are_all_named(
+    gpus: int,
+    words: list[str],
+    fields: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with_gpus(monkeypatch, gpus)
+    monkeypatch.setattr(train, "start", lambda *_: pytest.fail("started"))
+    monkeypatch.chdir(tmp_path)
+    fill(tmp_path)
+    with mock.patch.dict(os.environ):  # which a start sets for its ranks
+        try:
+            status = cli.main(words)
+        except SystemExit as error:
+            status = int(str(error.code))
+    output, errors = capsys.readouterr()
+    # The preflight lists what it has computed as well.
+    lines = output.partition("\nerrors\n")[2].splitlines() if status == 1 else errors.splitlines()
+    named = [line for line in lines if status == 1 or "error: " in line]
+    assert status in ((1, 2) if fields else (0,))
+    assert status != 2 or not output
+    assert len(named) == len(fields), named
+    for line, field in zip(named, fields, strict=True):
+        assert re.match(rf"(.*error: )?(argument )?\s*{re.escape(field)}", line), line
