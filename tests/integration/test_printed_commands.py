@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import signal
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torchtitan.config.manager import ConfigManager
 from torchtitan.config.override import apply_overrides
 
 from tests.integration.processes import PLAIN, ROOT, Command
 from tests.integration.titan_ranks import Run
 from tests.test_docs import printed_commands
+from tests.titan.data_corpus import bpe_folder, write_jsonl
 from torchtitan_ext.cli import build_parser, main
 from torchtitan_ext.plugin import machine
 from torchtitan_ext.tools.export import find_source
@@ -43,26 +44,11 @@ def start(words: list[str], folder: Path) -> Command:
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """What torchtitan's checkout holds of data: a tokenizer, and rows of text."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    special = ["<|begin_of_text|>", "<|end_of_text|>"]
-    trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=special,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    texts = [Path(file).read_text() for file in (json.__file__, subprocess.__file__)]
-    tokenizer.train_from_iterator(texts, trainer)
     assets = tmp_path / "tests" / "assets"
-    (assets / "tokenizer").mkdir(parents=True)
+    shutil.copytree(bpe_folder(), assets / "tokenizer")
     (assets / "c4_test").mkdir()
-    tokenizer.save(str(assets / "tokenizer" / "tokenizer.json"))
-    names = dict(zip(("bos_token", "eos_token"), special, strict=True))
-    (assets / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(names))
-    rows = (json.dumps({"text": text}) + "\n" for text in texts)
-    (assets / "c4_test" / "data.json").write_text("".join(rows))
+    texts = [Path(file).read_text() for file in (json.__file__, subprocess.__file__)]
+    write_jsonl(assets / "c4_test" / "data.json", [{"text": text} for text in texts])
     return tmp_path
 
 
