@@ -353,7 +353,6 @@ def _traced(trainer_class: Any, path: Path, job: Job, rank: int) -> Any:
                 "step": step,
                 "phase": optimizer.phase,
                 "schedules": {name: one.digest() for name, one in schedules.items()},
-                "num_steps": {name: one.num_steps for name, one in schedules.items()},
                 "sent_bytes": optimizer.metrics()["exchange/sent_bytes"],
                 "lrs": [group["lr"] for group in optimizer.param_groups],
                 "types": sorted(set(optimizer.operator_types)),
