@@ -7,17 +7,15 @@ import dataclasses
 import math
 import random
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from amo_dist.config import sort_operator_types
-from benchmarks.amo_paper.static_schedule import GEOMETRY_FILE, NUMBER, read_geometry
+from benchmarks.amo_paper.static_schedule import NUMBER, read_geometry
 from torchtitan_ext.tools.report import data
 from torchtitan_ext.tools.report import figures as report
 from torchtitan_ext.tools.report.data import Records, Run
 
-KAPPA = r"condition number $\kappa$"
 LAYERS = "cividis"
 """Colour map of depth; even in grey."""
 DEPTH_TYPES = ("attn_q", "mlp_up")
@@ -27,14 +25,6 @@ DEPTH_TYPES = ("attn_q", "mlp_up")
 _KINDS = {"step": int, "operator_type": str, "layer": (int, type(None))} | dict.fromkeys(
     ("kappa", "ns_residual"), NUMBER
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class TrackedRun(Run):
-    """A run with its geometry log."""
-
-    geometry: Records
-    """Records of ``geometry.jsonl``, by step."""
 
 
 def add_commands(subparsers: Any) -> None:
@@ -56,8 +46,8 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: The run cannot be read, or has no geometry log.
     """
-    log = read_geometry(args.run_folder / GEOMETRY_FILE, _KINDS)
-    tracked = TrackedRun(**vars(data.load(args.run_folder)), geometry=log)
+    read_geometry(args.run_folder / data.GEOMETRY_FILE, _KINDS)  # refuses what it cannot read
+    tracked = data.load(args.run_folder)
     args.output.mkdir(parents=True, exist_ok=True)
     with report.style():
         for name, figure, caption in draw(tracked):
@@ -68,10 +58,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def draw(run: TrackedRun) -> Iterator[tuple[str, Any, str]]:
+def draw(run: Run) -> Iterator[tuple[str, Any, str]]:
     """Name, figure and caption of each figure; None for one that the log has no data for."""
     yield "f1", scatter(run), correlations(run)
-    yield "f2", types_over_steps(run), shares(run)
+    yield "f2", report.geometry(run), shares(run)
     yield "f3_steps", layers_over_steps(run), "Condition numbers of layers over training."
     yield "f3_depth", profile_over_depth(run), "Condition numbers of layers over depth."
     for name in DEPTH_TYPES:
@@ -82,7 +72,7 @@ def draw(run: TrackedRun) -> Iterator[tuple[str, Any, str]]:
             yield f"f4_{name}", shallow_and_deep(run, groups), caption
 
 
-def correlations(run: TrackedRun) -> str:
+def correlations(run: Run) -> str:
     """Pearson's r of log10 kappa and the residual, in the whole run and by phase."""
     texts = []
     for phase, first, last in [("all", 0, math.inf), *run.spans("phase")]:
@@ -92,7 +82,7 @@ def correlations(run: TrackedRun) -> str:
     return f"{', '.join(texts) or 'no r'} (the paper finds 0.67 to 0.91 over its eight models)."
 
 
-def shares(run: TrackedRun) -> str:
+def shares(run: Run) -> str:
     """Shares of the variance of log10 kappa that lie between operator types, and layers."""
     types = between_share(run.geometry, "operator_type")
     layers = between_share(run.geometry, "layer")
@@ -163,7 +153,7 @@ def shallow_deep(records: Records, name: str) -> Depth | None:
     if size == 0:
         return None
     side = dict.fromkeys(layers[:size], "shallow") | dict.fromkeys(layers[-size:], "deep")
-    by_side = medians(records, lambda r: side.get(r["layer"]))
+    by_side = data.medians(records, lambda r: side.get(r["layer"]))
     shallow, deep = by_side.get("shallow", []), by_side.get("deep", [])
     return Depth(size, shallow, deep, first_crossing(shallow, deep))
 
@@ -190,7 +180,7 @@ def conditioning(records: Records) -> list[tuple[float, float, int]]:
     ]
 
 
-def scatter(run: TrackedRun) -> Any:
+def scatter(run: Run) -> Any:
     """F1: condition number of the input against the residual of the result, by depth."""
     points = conditioning(run.geometry)
     if len(points) < 3:
@@ -200,7 +190,7 @@ def scatter(run: TrackedRun) -> Any:
     xs, ys, layers = zip(*points, strict=True)
     dots = axes.scatter([10**x for x in xs], ys, c=layers, cmap=LAYERS, s=13, alpha=0.75)
     residual = r"residual $\|M'M'^{\top}-I\|_F\,/\,\sqrt{\min(m,n)}$"
-    axes.set(xscale="log", xlabel=f"{KAPPA} of momentum", ylabel=residual)
+    axes.set(xscale="log", xlabel=f"{report.KAPPA} of momentum", ylabel=residual)
     axes.set_ylim(bottom=0)
     figure.colorbar(dots, ax=axes, label="layer", ticks=_few(sorted({*layers}), 8))
     return figure
@@ -213,38 +203,11 @@ def _few(values: Sequence[int], count: int) -> list[int]:
     return [values[round(i * (len(values) - 1) / (count - 1))] for i in range(count)]
 
 
-def medians(
-    records: Records, key: Callable[[Mapping[str, Any]], Any]
-) -> dict[Any, list[tuple[int, float]]]:
-    """``(step, median of kappa over the step's records)``, by a key of the records."""
-    values: dict[Any, dict[int, list[float]]] = {}
-    for record in records:
-        group = key(record)
-        if record.get("kappa") is not None and group is not None:
-            values.setdefault(group, {}).setdefault(record["step"], []).append(record["kappa"])
-    return {
-        group: [(step, statistics.median(kappas)) for step, kappas in sorted(by_step.items())]
-        for group, by_step in values.items()
-    }
-
-
-def types_over_steps(run: TrackedRun) -> Any:
-    """F2: medians of operator types over time."""
-    by_type = medians(run.geometry, lambda record: record["operator_type"])
-    figure, axes = report.new(3.5)
-    for index, name in enumerate(sort_operator_types(by_type)):
-        axes.plot(*report.columns(by_type[name]), **report.line(index, name))
-    report.over_steps(axes, [run], ylabel=f"median {KAPPA}", yscale="log")
-    report.shade(axes, run)
-    report.legend(figure, axes)
-    return figure
-
-
-def layers_over_steps(run: TrackedRun) -> Any:
+def layers_over_steps(run: Run) -> Any:
     """F3: medians of layers over time."""
     from matplotlib import colormaps
 
-    by_layer = medians(run.geometry, lambda record: record["layer"])
+    by_layer = data.medians(run.geometry, lambda record: record["layer"])
     if len(by_layer) < 2:
         return None
     figure, axes = report.new(3.5)
@@ -254,16 +217,16 @@ def layers_over_steps(run: TrackedRun) -> Any:
         place = layers.index(number) / max(len(layers) - 1, 1)
         line = {"color": colors(place * 0.92), "label": f"layer {number}"}
         axes.plot(*report.columns(by_layer[number]), **line)
-    report.over_steps(axes, [run], ylabel=f"median {KAPPA}", yscale="log")
+    report.over_steps(axes, [run], ylabel=f"median {report.KAPPA}", yscale="log")
     report.legend(figure, axes, columns=3)
     return figure
 
 
-def profile_over_depth(run: TrackedRun) -> Any:
+def profile_over_depth(run: Run) -> Any:
     """F3: profiles over depth at a few steps."""
     from matplotlib import colormaps
 
-    by_layer = medians(run.geometry, lambda record: record["layer"])
+    by_layer = data.medians(run.geometry, lambda record: record["layer"])
     if len(by_layer) < 2:
         return None
     figure, axes = report.new(3.5)
@@ -278,13 +241,13 @@ def profile_over_depth(run: TrackedRun) -> Any:
         tone = colors(0.1 + 0.9 * index / max(len(snapshots) - 1, 1))
         options = {"color": tone, "marker": marker, "markersize": 4.5}
         axes.plot(*report.columns(profile), **options, label=f"step {step}")
-    axes.set(xlabel="layer", ylabel=f"median {KAPPA}", yscale="log")
+    axes.set(xlabel="layer", ylabel=f"median {report.KAPPA}", yscale="log")
     report.whole(axes)
     report.legend(figure, axes, columns=3)
     return figure
 
 
-def shallow_and_deep(run: TrackedRun, groups: Depth) -> Any:
+def shallow_and_deep(run: Run, groups: Depth) -> Any:
     """F4: shallow against deep layers of an operator type."""
     if not groups.shallow:
         return None
@@ -298,6 +261,6 @@ def shallow_and_deep(run: TrackedRun, groups: Depth) -> Any:
         axes.plot(*report.columns(series), **options, label=label)
     if groups.crossing is not None:
         axes.axvline(groups.crossing, color="#444444", lw=1, ls=":")
-    report.over_steps(axes, [run], ylabel=f"median {KAPPA}", yscale="log")
+    report.over_steps(axes, [run], ylabel=f"median {report.KAPPA}", yscale="log")
     report.legend(figure, axes)
     return figure

@@ -14,8 +14,8 @@ from amo_dist.config import AMOConfig
 from benchmarks.amo_paper import catalog
 from benchmarks.amo_paper.catalog import MODELS, Run, Value
 from benchmarks.amo_paper.learning_rate import TOKENS_EXPONENT
-from benchmarks.amo_paper.static_schedule import GEOMETRY_FILE
 from torchtitan_ext.config import files
+from torchtitan_ext.tools.report.data import GEOMETRY_FILE
 
 ROOT = Path(__file__).resolve().parents[2]
 """The repository; relative paths of commands are relative to it."""

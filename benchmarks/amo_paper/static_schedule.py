@@ -32,9 +32,6 @@ from amo_dist.schedule.polar_express import SAFETY, compose, simulate
 from torchtitan_ext.runs import files
 from torchtitan_ext.runs.records import read_records
 
-GEOMETRY_FILE = "geometry.jsonl"
-"""File in a run's folder with its geometry log."""
-
 NUMBER = (int, float, type(None))
 """Types of a number in a record; ``None`` is one that was not finite."""
 
