@@ -11,6 +11,7 @@ step here is the optimizer's alone: beside forward and backward every share is s
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -54,13 +55,9 @@ def measure(options: argparse.Namespace) -> list[dict[str, object]]:
         sample_size=1,
         ns_dtype="bfloat16",
     )
-    now = CLOCKS[options.clock]
-    plan_seconds, by_step = _transition(model, settings, now)
+    plan_seconds, transition = _transition(model, settings, options.clock)
     optimizer = AMO(param_groups(make_module(model)), lr=1e-3, config=settings)
-    for _ in range(3):
-        optimizer.step()
-    step = statistics.median(_timed(optimizer.step, now) for _ in range(ROUNDS))
-    transition = statistics.median(by_step)
+    step = _median_seconds(optimizer.step, ROUNDS, options.clock, warmup=3)
     share = plan_seconds / TRANSITION_STEPS
     seconds = {
         "step": step,
@@ -86,32 +83,28 @@ def _observation(model: DecoderShape, options: argparse.Namespace) -> float:
     return statistics.median(observing - plain for observing, plain in rounds)
 
 
-def _timed(run: Callable[[], object], now: Callable[[], float]) -> float:
-    start = now()
-    run()
-    return now() - start
+def _median_seconds(
+    run: Callable[[], object], rounds: int, clock: str, *, warmup: int = 0
+) -> float:
+    return statistics.median(paired({"": run}, rounds, clock=clock, warmup=warmup)[""])
 
 
-def _transition(
-    model: DecoderShape, settings: AMOConfig, now: Callable[[], float]
-) -> tuple[float, list[float]]:
-    """Plan from unequal types; seconds of the plan, and of each transition step's schedules."""
+def _transition(model: DecoderShape, settings: AMOConfig, clock: str) -> tuple[float, float]:
+    """Plan from unequal types; seconds of the plan, and of a transition step's schedules."""
     source = Amo(settings)
     source.bind(matrices(model))
     types = {info.name: info.operator_type for info in matrices(model)}
     ells = {name: ELL_BY_TYPE[types[name]] for name in source.sample(1)}
     table = coefficient_table(source.candidates())
     observed = {name: [ell, 0.0, *_errors(ell, table)] for name, ell in ells.items()}
-    start = now()
-    source.record(1, observed)
-    plan_seconds = now() - start
-    steps = range(2, 2 + settings.transition_steps)
+    plan_seconds = _median_seconds(lambda: source.record(1, observed), 1, clock)
+    steps = itertools.count(2)
 
-    def run(step: int) -> None:
-        for schedule in source.schedules(step).values():
+    def run() -> None:
+        for schedule in source.schedules(next(steps)).values():
             schedule.digest()
 
-    return plan_seconds, [_timed(lambda step=step: run(step), now) for step in steps]
+    return plan_seconds, _median_seconds(run, settings.transition_steps, clock)
 
 
 def _errors(ell: float, table: Tensor) -> list[float]:
