@@ -249,13 +249,8 @@ def count_bytes() -> Iterator[dict[str, float]]:
 
         return call
 
-    for name in originals:
-        setattr(dist, name, wrap(name))
-    try:
+    with mock.patch.multiple(dist, **{name: wrap(name) for name in originals}):
         yield counted
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
 
 
 if __name__ == "__main__":
