@@ -203,7 +203,7 @@ def read_metrics(folder: Path) -> Metrics:
     return metrics
 
 
-_DEFAULTS: dict[str, Any] = {"phase": "", "num_steps_by_type": {}, "optimizer": {}}
+_DEFAULTS: dict[str, Any] = {"phase": "", "num_steps_by_type": {}, "optimizer": {}, "changes": ()}
 
 # ------------------------------------------------------------------ checkpoints
 
