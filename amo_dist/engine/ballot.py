@@ -124,7 +124,8 @@ class Votes(NamedTuple):
     """The result of a ballot, on the host; each but the first is 0 in a good step.
 
     Attributes:
-        exists: 2 if a matrix has a gradient on any rank, 1 if any parameter has one, else 0.
+        exists: 2 if a matrix has a gradient on any rank (or any parameter, in a world without
+            matrices), 1 if another parameter has one, else 0.
         gradient: 1 + rank with a gradient that is NaN, inf or too large; 0 for none.
         update: 1 + rank whose last update was NaN or inf; 0 for none.
         waits_differ: Whether only some ranks wait.

@@ -50,6 +50,7 @@ def measure_spectrum(
 def observe(engine: Engine, step: Step, measurement: Measurement) -> dict[str, list[float]]:
     """Measure matrices after a step, each on the rank that gets it; a collective over the world.
 
+    What the step orthogonalized is gathered once more, in float32: training rounds it to send it.
     If that fails on one rank, all raise at their next vote.
 
     Args:

@@ -119,8 +119,8 @@ class Piece:
     Attributes:
         weight: This box of the parameter before the step; read only.
         momentum: This box of the momentum; read only.
-        state: This box of each state tensor of the rule, by name, for `UpdateRule.post`. A rule
-            replaces values in this dict, never in place.
+        state: This box of each state tensor of the rule, by name; there is none before
+            `UpdateRule.post`. A rule replaces values in this dict, never in place.
     """
 
     state: dict[str, Tensor]

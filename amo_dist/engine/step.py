@@ -353,6 +353,7 @@ class Engine:
         step = Step(orders, params, momenta, verdict.skip_mask)
         try:
             self._update_momentum(step)
+            # There is one exchange at least: sets of ranks that share AdamW's parameters have one.
             for exchange in self._exchanges:
                 is_first = exchange is self._exchanges[0]
                 self._sent_bytes.update(exchange.sent_bytes)
@@ -469,9 +470,9 @@ class Engine:
 
         A parameter without a gradient sends zeros: the sizes of messages were agreed before.
         """
-        with self._deferring(step, "reading momentum"):
-            if not (targets := [place.tensor for place in places]):
-                return
+        if not (targets := [place.tensor for place in places]):
+            return
+        with self._deferring(step, "reading momentum", targets, math.nan):
             staging = on_host(targets) if self._is_staged else targets
             by_group: dict[int, list[tuple[Piece, Tensor, Tensor]]] = defaultdict(list)
             for place, target in zip(places, staging, strict=True):
@@ -496,9 +497,6 @@ class Engine:
                         target.copy_(self.rule.pre(values, piece))
             if self._is_staged:
                 torch._foreach_copy_(targets, staging, non_blocking=True)
-            return
-        for place in places:  # reached only if the body has failed
-            place.tensor.fill_(math.nan)
 
     def _orthogonalize(self, step: Step, bucket: Bucket) -> None:
         """Orthogonalize the matrices of a bucket in place; zeros for results that are not finite.
@@ -506,15 +504,15 @@ class Engine:
         Those of one shape and schedule are one batch. If one fails, its results are zeros, and this
         rank goes on to send them.
         """
-        batches: dict[tuple[object, Schedule], list[tuple[str, Tensor]]] = defaultdict(list)
+        alike: dict[tuple[object, Schedule], list[tuple[str, Tensor]]] = defaultdict(list)
         for index, whole in zip(bucket.owned, bucket.wholes, strict=True):
             matrix, schedule = self.parameters.matrices[index], step.orders.schedules[index]
             # A CPU takes two products of one matrix faster than one product of a batch of two.
             kind = index if whole.is_cpu else matrix.shape
-            batches[kind, schedule].append((matrix.name, whole))
-        for (_, schedule), batch in batches.items():
+            alike[kind, schedule].append((matrix.name, whole))
+        for (_, schedule), batch in alike.items():
             names, wholes = map(list, zip(*batch, strict=True))
-            with self._deferring(step, f"orthogonalizing {names[0]}"):
+            with self._deferring(step, f"orthogonalizing {names[0]}", wholes, 0.0):
                 x = torch.stack(wholes) if len(wholes) > 1 else wholes[0]
                 results = orthogonalize(
                     x,
@@ -535,9 +533,6 @@ class Engine:
                     least = math.sqrt(min(x.shape[-2:])) / EXACT_NORM_BOUND
                     step.norms.append((least, scale_to_exact_norm(results)))
                 torch._foreach_copy_(wholes, results.unbind())
-                continue
-            for whole in wholes:  # reached only if the body has failed
-                whole.zero_()
 
     def _take_results(self, step: Step, places: Sequence[Place]) -> None:
         """Apply results, or keep them for the rule's `post`."""
@@ -600,8 +595,10 @@ class Engine:
                 )
 
     @contextlib.contextmanager
-    def _deferring(self, step: Step, part: str) -> Iterator[None]:
-        """Go on if the body fails on this rank alone.
+    def _deferring(
+        self, step: Step, part: str, sent: Sequence[Tensor] = (), fill: float = 0.0
+    ) -> Iterator[None]:
+        """Go on if the body fails on this rank alone; ``fill`` is sent then.
 
         The body must not communicate: a rank that skips a collective leaves the others waiting.
         The exception is `_post`, whose `MatrixSums.finish` makes up for skipped ones.
@@ -612,6 +609,8 @@ class Engine:
             if isinstance(error, torch.AcceleratorError):
                 raise  # the device is lost: each later call would fail and be logged in turn
             self.ballots.report_failure(f"step {step.orders.step}: {part}", error)
+            for tensor in sent:
+                tensor.fill_(fill)
 
     # ---------------------------------------------------------------- plans and buffers
 

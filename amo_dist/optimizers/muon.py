@@ -359,6 +359,7 @@ class Muon(torch.optim.Optimizer):
         except Exception as error:
             self._engine.ballots.report_failure(f"step {step}: recording an observation", error)
             return
+        # The digest of a decision has the source's state, which changes without a new version.
         self._schedule_state, self._decision = dataclasses.replace(state, source=source), None
         if world.rank != world.ranks[0]:
             return
