@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import itertools
 import pkgutil
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, cast
 
@@ -18,11 +16,19 @@ import torch
 import torchtitan.models
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torchtitan.models.common.attention import BaseAttention, ScaledDotProductAttention
+from torchtitan.models.common.attention import (
+    BaseAttention,
+    FusedQKVLinear,
+    ScaledDotProductAttention,
+)
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
 from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.param_init import skip_param_init
+from torchtitan.models.llama3 import Llama3Model
+from torchtitan.models.qwen3 import Qwen3Model
 from torchtitan.protocols.model_spec import ModelSpec
 
+from amo_dist.operators.patterns import clean_name
 from torchtitan_ext.imports import import_module
 from torchtitan_ext.plugin.parallelize import parallelize
 from torchtitan_ext.tools.shapes import MODELS, DecoderShape
@@ -140,6 +146,7 @@ def _resized(
     stock: Decoder.Config, shape: DecoderShape, vocab_size: int, *, fuse_qkv: bool
 ) -> Decoder.Config:
     """A dense model of torchtitan in another size, with the first weights of the AMO paper."""
+    init = {"weight": skip_param_init}  # drawn by :class:`LayoutIndependentInit`
     embeddings, head, layer = stock.tok_embeddings, stock.lm_head, stock.layers[0]
     attention = layer.attention
     norm = replace(stock.norm, normalized_shape=shape.dim)
@@ -155,69 +162,91 @@ def _resized(
                 n_heads=shape.heads,
                 n_kv_heads=shape.kv_heads,
                 head_dim=attention.head_dim and shape.head_dim,
-                wqkv_param_init=_init(f"layers.{index}.attention.", "wq", "wk", "wv"),
-                wo_param_init=_init(f"layers.{index}.attention.", "wo"),
+                wqkv_param_init=init,
+                wo_param_init=init,
                 inner_attention=replace(attention.inner_attention),
                 rope=rope,
                 fuse_qkv=fuse_qkv,
                 qk_norm=qk_norm,
             ),
             feed_forward=make_ffn_config(
-                dim=shape.dim,
-                hidden_dim=shape.ffn_dim,
-                w1_param_init=_init(f"layers.{index}.feed_forward.", "w1"),
-                w2w3_param_init=_init(f"layers.{index}.feed_forward.", "w2", "w3"),
+                dim=shape.dim, hidden_dim=shape.ffn_dim, w1_param_init=init, w2w3_param_init=init
             ),
         )
-        for index in range(shape.layers)
+        for _ in range(shape.layers)
     ]
-    return replace(
-        stock,
+    config_class = {Llama3Model.Config: Llama.Config, Qwen3Model.Config: Qwen.Config}[type(stock)]
+    return config_class(
         dim=shape.dim,
         vocab_size=vocab_size,
         tok_embeddings=replace(
-            embeddings,
-            num_embeddings=vocab_size,
-            embedding_dim=shape.dim,
-            param_init=_init("", "tok_embeddings"),
+            embeddings, num_embeddings=vocab_size, embedding_dim=shape.dim, param_init=init
         ),
         norm=norm,
-        lm_head=replace(
-            head,
-            in_features=shape.dim,
-            out_features=vocab_size,
-            param_init=_init("", "output"),
-        ),
+        lm_head=replace(head, in_features=shape.dim, out_features=vocab_size, param_init=init),
         layers=layers,
+        enable_weight_tying=stock.enable_weight_tying,
     )
 
 
-def _init(prefix: str, *names: str) -> dict[str, Callable[[torch.Tensor], None]]:
-    """Initializer ``N(0, INIT_STD^2)`` of the weights of modules, which it meets in this order.
+class LayoutIndependentInit(Decoder):
+    """A model whose matrices start as ``N(0, INIT_STD^2)``, the same in every layout."""
+
+    def init_states(self, *, buffer_device: torch.device | None = None) -> None:
+        """Draw the weights; arguments as in torchtitan."""
+        super().init_states(buffer_device=buffer_device)
+        for name, module in self.named_modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                if module.weight.device.type != "cpu":
+                    nn.init.normal_(module.weight, std=INIT_STD)
+                elif not name.endswith(".wqkv"):
+                    _copy_into(module.weight, _initial_weight(name, module.weight.shape))
+            elif isinstance(module, FusedQKVLinear) and module.wqkv.weight.device.type == "cpu":
+                _copy_into(module.wqkv.weight, _initial_wqkv(name, module))
+
+
+class Llama(LayoutIndependentInit, Llama3Model):
+    """Llama with the first weights of the AMO paper."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Llama3Model.Config):
+        """torchtitan's."""
+
+
+class Qwen(LayoutIndependentInit, Qwen3Model):
+    """Qwen3 with the first weights of the AMO paper."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Qwen3Model.Config):
+        """torchtitan's."""
+
+
+def _initial_weight(name: str, shape: torch.Size | tuple[int, ...]) -> torch.Tensor:
+    """The whole weight of module ``name``, from a seed of its own.
 
     DTensor draws one sequence for a tensor of the world on accelerators alone. On CPU each rank
-    would draw the same numbers for its own shard, and a matrix would repeat its rows. There each
-    weight has a seed of its own, and is the same in every layout.
-
-    Args:
-        prefix: Name of the module around them, with a dot, as torchtitan 0.2.2 had it: runs that
-            started there can be repeated.
-        names: Their names in it.
+    would draw the same numbers for its own shard, and a matrix would repeat its rows.
     """
-    turns = itertools.cycle(names)
+    # Names as torchtitan 0.2.2 had them: runs that started there can be repeated.
+    name = clean_name(name).replace("qkv_linear.", "").replace("lm_head", "output")
+    text = f"{torch.initial_seed()} {name}.weight".encode()
+    seed = int.from_bytes(hashlib.sha256(text).digest()[:8], "little", signed=True)
+    return torch.empty(shape).normal_(0.0, INIT_STD, generator=torch.Generator().manual_seed(seed))
 
-    def draw(weight: torch.Tensor) -> None:
-        text = f"{torch.initial_seed()} {prefix}{next(turns)}.weight".encode()
-        if weight.device.type != "cpu":
-            nn.init.normal_(weight, std=INIT_STD)
-            return
-        seed = int.from_bytes(hashlib.sha256(text).digest()[:8], "little", signed=True)
-        generator = torch.Generator().manual_seed(seed)
-        whole = torch.empty(weight.shape).normal_(0.0, INIT_STD, generator=generator)
-        if isinstance(weight, DTensor):
-            mesh, placements = weight.device_mesh, weight.placements
-            whole = distribute_tensor(whole, mesh, placements, src_data_rank=None)
-        with torch.no_grad():
-            weight.copy_(whole)
 
-    return {"weight": draw}
+def _initial_wqkv(name: str, module: FusedQKVLinear) -> torch.Tensor:
+    """Initial weight of queries, keys and values in the order of the fused one: by KV head."""
+    rows, dim = module.wqkv.weight.shape
+    head_dim, num_kv = module.head_dim, rows // (module.r_dim * module.head_dim)
+    parts = [
+        _initial_weight(f"{name}.{part}", (num_kv * heads * head_dim, dim)).view(num_kv, -1, dim)
+        for part, heads in (("wq", module.heads_per_kv), ("wk", 1), ("wv", 1))
+    ]
+    return torch.cat(parts, dim=1).view(rows, dim)
+
+
+def _copy_into(weight: torch.Tensor, whole: torch.Tensor) -> None:
+    if isinstance(weight, DTensor):
+        mesh, placements = weight.device_mesh, weight.placements
+        whole = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+    weight.copy_(whole)
