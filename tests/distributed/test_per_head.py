@@ -126,7 +126,8 @@ def test_clipped_heads_equal_the_formulas_of_the_report(
     run_on: Ranks, layout: str, world_size: int
 ) -> None:
     expected, (alone, _) = clipped_by_the_report(), clip(0, 1, "plain")
-    # Ranks of their own: four that had trained NorMuon by heads on HSDP before waited here forever.
+    # Ranks of their own: PyTorch takes equal meshes for one another, so that one rank might wait in
+    # a group of an earlier case's mesh, and the others in those of this one.
     for params, gammas in run_on(world_size, fresh=True)(clip, layout):
         assert runs.equal(params, alone)
         for name, value in expected.items():
