@@ -54,7 +54,7 @@ class Run:
         stretches = [next(same) for _, same in itertools.groupby(changes, value)]
         firsts = [stretch["step"] for stretch in stretches]
         lasts = [*(first - 1 for first in firsts[1:]), self.metrics[-1]["step"]]
-        # Of a log without changes the last step is left over.
+        # A log without changes leaves the last step over.
         spans = zip(map(value, stretches), firsts, lasts, strict=False)
         return [span for span in spans if span[0]]
 
