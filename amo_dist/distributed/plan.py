@@ -9,6 +9,7 @@ the buckets in flight bound the memory.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
@@ -164,15 +165,16 @@ class ExchangePlan:
     buckets: tuple[BucketPlan, ...]
     local: tuple[BucketPlan, ...]
 
-    def num_sent(self) -> Counter[int]:
-        """Elements that this rank sends to each other peer in a step, in both directions."""
-        sent = Counter[int]()
-        for bucket in self.buckets:
-            for regions_by_peer in (bucket.to_owners, bucket.to_holders):
-                counts = map(count_elements, regions_by_peer)
-                sent.update(dict(zip(self.peers, counts, strict=True)))
-        del sent[self.rank]
-        return +sent
+    @property
+    def num_sent(self) -> int:
+        """Elements that this rank sends to others in a step, in both directions."""
+        sides = (side for bucket in self.buckets for side in (bucket.to_owners, bucket.to_holders))
+        held_by_peer = (zip(self.peers, side, strict=True) for side in sides)
+        return sum(
+            count_elements(held)
+            for peer, held in itertools.chain(*held_by_peer)
+            if peer != self.rank
+        )
 
 
 def plan_exchange(

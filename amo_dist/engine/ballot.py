@@ -128,23 +128,17 @@ class Votes(NamedTuple):
             matrices), 1 if another parameter has one, else 0.
         gradient: 1 + rank with a gradient that is NaN, inf or too large; 0 for none.
         update: 1 + rank whose last update was NaN or inf; 0 for none.
-        waits_differ: Whether only some ranks wait.
-        texts_differ: Whether ranks have unlike texts.
-        gradients_differ: Whether ranks of a parameter have unlike sets of gradients.
+        waits_differ: Not 0 if only some ranks wait.
+        texts_differ: Not 0 if ranks have unlike texts.
+        gradients_differ: Not 0 if ranks of a parameter have unlike sets of gradients.
     """
 
     exists: int
     gradient: int
     update: int
-    waits_differ: bool
-    texts_differ: bool
-    gradients_differ: bool
-
-    @classmethod
-    def of(cls, values: Sequence[int]) -> Votes:
-        """The meaning of what `Ballots` has reduced."""
-        exists, gradient, update, waits, texts, *sets = values
-        return cls(exists, gradient, update, bool(waits), bool(texts), any(sets))
+    waits_differ: int
+    texts_differ: int
+    gradients_differ: int
 
 
 class Ballots:
@@ -228,7 +222,7 @@ class Ballots:
         self._updates = Flags()
         reason, skip_mask = "", None
         if waits:
-            votes = Votes.of(reduced.tolist())
+            votes = Votes(*reduced.tolist())
             reason = self._judge(ballot, votes)
             if step == 1 and not votes.exists:
                 return Verdict("", [], is_idle=True)
@@ -236,7 +230,7 @@ class Ballots:
             self._unread, skip_mask = (ballot, fetch(reduced)), reduced[_GRADIENT:].any()
         # Moving a gradient is a collective, which hangs if a rank has none: this waits for the
         # backward pass until all ranks are known to have one.
-        if misplaced and not reason and not Votes.of(reduced.tolist()).gradients_differ:
+        if misplaced and not reason and not Votes(*reduced.tolist()).gradients_differ:
             for index in misplaced:
                 tensor, grad = self._params[index].tensor, self._params[index].tensor.grad
                 assert isinstance(tensor, DTensor)
@@ -262,7 +256,7 @@ class Ballots:
         updates = self._updates if with_updates else Flags()
         has_grad = [False] * len(self._params)
         ballot = Ballot(0, True, self._failure or text, has_grad, Flags(), updates)
-        self._judge(ballot, Votes.of(self._reduce(ballot).tolist()))
+        self._judge(ballot, Votes(*self._reduce(ballot).tolist()))
 
     def report_failure(self, part: str, error: Exception) -> None:
         """Keep a failure of this rank alone: others wait for it, so all raise at the next ballot.
@@ -309,7 +303,7 @@ class Ballots:
         if self._unread is None:
             return ""
         (ballot, read), self._unread = self._unread, None
-        return self._judge(ballot, Votes.of(read()))
+        return self._judge(ballot, Votes(*read()))
 
     def last_outcome(self) -> Literal["taken", "skipped", "undone"]:
         """Outcome of the last step, for saving: waits for it, and logs a bad one.
@@ -326,7 +320,7 @@ class Ballots:
         if self._unread is None:
             return "taken"
         ballot, read = self._unread
-        _, gradient, *others = Votes.of(read())
+        _, gradient, *others = read()
         if not gradient and not any(others):
             return "taken"
         logger.warning("step %d changed nothing; the next step says why", ballot.step)
@@ -335,10 +329,7 @@ class Ballots:
     # ---------------------------------------------------------------- vector and words
 
     def _reduce(self, ballot: Ballot) -> Tensor:
-        """The flags of all ranks, and 0 for each mark in which they are alike; on the device.
-
-        A collective over the world.
-        """
+        """The `Votes` of all ranks, on the device; a collective over the world."""
         world, exists = self._world, 0
         self._failure = ""  # the text of the ballot has it
         for param, has_grad in zip(self._params, ballot.has_grad, strict=True):
@@ -356,7 +347,8 @@ class Ballots:
                 vector[position].masked_fill_(is_any, world.rank + 1)
         sizes = [_MARKS, len(marks), len(marks)]
         flags, greatest, negative = max_over(vector, world.group).split(sizes)
-        return torch.cat([flags, greatest + negative])
+        waits, texts, sets = (greatest + negative).tensor_split([1, 2])
+        return torch.cat([flags, waits, texts, sets.any().view(1)])
 
     def _judge(self, ballot: Ballot, votes: Votes) -> str:
         """Reason to leave a step out, or nothing; raises if that is an error."""
@@ -371,9 +363,7 @@ class Ballots:
         if votes.gradients_differ:
             self._raise_for_missing(ballot.step, words)
         if ballot.step:
-            self._num_idle = 0 if votes.exists == 2 else self._num_idle + 1
-            if self._num_idle or ballot.step == 1:
-                self._check_existence(ballot, votes.exists)
+            self._check_existence(ballot, votes.exists)
         if votes.update:
             self._raise_for_updates(words)
         if not votes.gradient:
@@ -434,10 +424,11 @@ class Ballots:
                 with gradients.
         """
         step, registry = ballot.step, self._world.registry
+        self._num_idle = 0 if exists == 2 else self._num_idle + 1
         if not self._num_idle:
-            pairs = zip(self._params, ballot.has_grad, strict=True)
+            pairs = zip(self._params, ballot.has_grad if step == 1 else (), strict=False)
             unused = [param.name for param, has_grad in pairs if param.views and not has_grad]
-            if unused and step == 1:
+            if unused:
                 logger.warning(
                     "%s: found no gradient in step 1, as of a parameter that the model does not "
                     "use, or no longer holds; it stays as it is until it has one",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -58,6 +57,8 @@ class Param:
         group: Index of its parameter group.
         views: Its matrices; empty for a parameter that AdamW trains.
         layout: Ranks that hold its elements.
+        is_convolution: Whether its three to five dims are one matrix.
+        dtype: Dtype of the tensor at construction.
     """
 
     name: str
@@ -66,9 +67,10 @@ class Param:
     views: tuple[MatrixView, ...]
     layout: TensorLayout
     is_convolution: bool = dataclasses.field(init=False)
-    """Whether its three to five dims are one matrix."""
+    dtype: torch.dtype = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
+        self.dtype = self.tensor.dtype
         self.is_convolution = self.tensor.dim() > 2 and any(v.boxes is None for v in self.views)
 
     @property
@@ -171,29 +173,23 @@ class Parameters:
         params: Parameters in the order of the groups.
         matrices: Matrices; `Matrix.param` indexes ``params``.
         operator_types: Operator type of each matrix.
-        tensors: The model's parameters.
         device: Device of all parameters at construction.
         matrix_device: Device on which matrices are gathered, orthogonalized and measured. It is
             that of the parameters. For parameters in host memory it is the current accelerator if
             one of their meshes is of its kind; with a mesh of CPUs, or none, all runs on the CPU,
             whatever else the machine has.
-        dtypes: Dtype of each parameter at construction.
     """
 
     params: tuple[Param, ...]
     matrices: tuple[Matrix, ...]
     operator_types: tuple[str, ...]
-    tensors: tuple[Tensor, ...]
     device: torch.device
     matrix_device: torch.device
-    dtypes: tuple[torch.dtype, ...]
 
     def are_in(self, groups: Sequence[Mapping[str, Any]]) -> bool:
         """Whether these very tensors are those of the groups, in the same order."""
-        tensors = list[Tensor]()
-        for group in groups:
-            tensors += group["params"]
-        return len(tensors) == len(self.tensors) and all(map(operator.is_, tensors, self.tensors))
+        held = [id(tensor) for group in groups for tensor in group["params"]]
+        return held == [id(param.tensor) for param in self.params]
 
     def check(self, state: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
         """Refuse parameters and state with which no step can be taken.
@@ -204,13 +200,13 @@ class Parameters:
             ValueError: A parameter was cast, moved or reshaped in place, or its state is gone, lies
                 elsewhere or has another shape; names the parameter, found and expected.
         """
-        for param, dtype in zip(self.params, self.dtypes, strict=True):
+        for param in self.params:
             tensor, own = param.tensor, state.get(param.tensor, {})
-            if tensor.dtype != dtype or tensor.device != self.device:
+            if tensor.dtype != param.dtype or tensor.device != self.device:
                 raise ValueError(
-                    f"{param.name}: found {tensor.dtype} on {tensor.device.type}, expected {dtype} "
-                    f"on {self.device.type}, as at construction: cast or move the model before the "
-                    "optimizer is built, or back before the step"
+                    f"{param.name}: found {tensor.dtype} on {tensor.device.type}, expected "
+                    f"{param.dtype} on {self.device.type}, as at construction: cast or move the "
+                    "model before the optimizer is built, or back before the step"
                 )
             if tensor.shape != param.layout.shape:
                 shape = tuple(tensor.shape)
@@ -346,8 +342,7 @@ def lay_out(groups: Sequence[Mapping[str, Any]], structure: Structure) -> Parame
         is_covered = not own or covered == size
         require(is_covered, param.name, f"views of {covered} elements", f"to cover all {size}")
         matrices += own
-    tensors = tuple(param.tensor for param in params)
-    device = first.tensor.device
+    device, tensors = first.tensor.device, [param.tensor for param in params]
     kinds = {tensor.device_mesh.device_type for tensor in tensors if isinstance(tensor, DTensor)}
     if device.type == "cpu" and kinds:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -357,10 +352,8 @@ def lay_out(groups: Sequence[Mapping[str, Any]], structure: Structure) -> Parame
         params=tuple(params),
         matrices=tuple(matrices),
         operator_types=tuple(view.operator_type for param in params for view in param.views),
-        tensors=tensors,
         device=first.tensor.device,
         matrix_device=device,
-        dtypes=tuple(tensor.dtype for tensor in tensors),
     )
 
 

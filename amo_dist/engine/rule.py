@@ -140,7 +140,7 @@ class MatrixSums:
 
     Args:
         parameters: Parameters and matrices of this process.
-        sizes: Number of elements of each sum, call by call, for each matrix.
+        sizes: Number of elements of each sum, call by call, by name of the matrix.
         pieces: Pieces of this rank, in the order of shares.
         world: Says which ranks share matrices.
         dtype: Dtype of shares and totals, which lie on the device of the parameters.
@@ -149,15 +149,14 @@ class MatrixSums:
     def __init__(
         self,
         parameters: Parameters,
-        sizes: Sequence[tuple[int, ...]],
+        sizes: Mapping[str, tuple[int, ...]],
         pieces: Sequence[Piece],
         world: World,
         dtype: torch.dtype,
     ) -> None:
         self._parameters, self._sizes, self._pieces = parameters, sizes, pieces
         self._world, self._dtype = world, dtype
-        self._indices = {matrix.name: index for index, matrix in enumerate(parameters.matrices)}
-        self._num_left = max(map(len, sizes), default=0)
+        self._num_left = max(map(len, sizes.values()), default=0)
         self._num_calls = 0
         self.error: Exception | None = None
         """Error of a reduction, after which no rank can go on."""
@@ -175,50 +174,42 @@ class MatrixSums:
                 f"{self._num_calls + self._num_left} calls, as `sums` declares, each with a share "
                 f"for each of {len(self._pieces)} pieces"
             )
-        totals: dict[int, Tensor] = {}
+        totals: dict[str, Tensor] = {}
         for piece, share in zip(self._pieces, shares, strict=True):
+            name = piece.matrix.name
             # Replicas hold the same numbers: only the first one counts.
             if share is not None and self._world.rank in piece.matrix.replicas[0]:
-                index = self._indices[piece.matrix.name]
-                totals[index] = totals[index] + share if index in totals else share
-        totals = self._reduce(totals)
+                totals[name] = totals[name] + share if name in totals else share
+        self._add_up(totals)
         zero = torch.zeros(1, dtype=self._dtype, device=self._parameters.device)
-        return [totals.get(self._indices[piece.matrix.name], zero) for piece in self._pieces]
+        return [totals.get(piece.matrix.name, zero) for piece in self._pieces]
 
     def finish(self) -> None:
         """Take part in the sums that the rule has not asked for; nothing after a failed one."""
         while self._num_left and self.error is None:
-            self._reduce({})
+            self._add_up({})
 
-    def _reduce(self, totals: dict[int, Tensor]) -> dict[int, Tensor]:
-        number = self._num_calls
+    def _add_up(self, totals: dict[str, Tensor]) -> None:
+        """Add totals up over ranks, in place: one vector for each set of ranks."""
+        number, parameters = self._num_calls, self._parameters
         self._num_calls, self._num_left = number + 1, self._num_left - 1
-        sizes = {i: size[number] for i, size in enumerate(self._sizes) if number < len(size)}
         try:
             with record_function("amo::sums"):
                 for ranks, group in self._world.groups_by_ranks.items():
-                    shared = [
-                        index
-                        for index, size in sizes.items()
-                        if size and tuple(sorted(self._parameters.matrices[index].ranks)) == ranks
-                    ]
-                    if shared and group is not None:
-                        self._add_up(totals, [(index, sizes[index]) for index in shared], group)
+                    alike = [m for m in parameters.matrices if tuple(sorted(m.ranks)) == ranks]
+                    names = [m.name for m in alike if self._sizes[m.name][number]]
+                    if group is None or not names:
+                        continue
+                    sizes = [self._sizes[name][number] for name in names]
+                    vector = torch.zeros(
+                        sum(sizes), dtype=self._dtype, device=parameters.matrix_device
+                    )
+                    for name, part in zip(names, vector.split(sizes), strict=True):
+                        if name in totals:
+                            part.copy_(totals[name])
+                    dist.all_reduce(vector, group=group)
+                    sums = vector.to(parameters.device).split(sizes)
+                    totals.update(zip(names, sums, strict=True))
         except Exception as error:
             self.error = error
             raise
-        return totals
-
-    def _add_up(
-        self, totals: dict[int, Tensor], shared: list[tuple[int, int]], group: dist.ProcessGroup
-    ) -> None:
-        """All-reduce the totals of some matrices as one vector, in place."""
-        device = self._parameters.matrix_device
-        zeros = {
-            size: torch.zeros(size, dtype=self._dtype, device=device)
-            for size in {size for _, size in shared}
-        }
-        vector = torch.cat([totals.get(index, zeros[size]).to(device) for index, size in shared])
-        dist.all_reduce(vector, group=group)
-        sums = vector.to(self._parameters.device).split([size for _, size in shared])
-        totals.update({index: total for (index, _), total in zip(shared, sums, strict=True)})

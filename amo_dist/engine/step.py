@@ -23,9 +23,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import (
-    Callable,
     Collection,
     Hashable,
     Iterator,
@@ -93,31 +92,31 @@ State: TypeAlias = MutableMapping[Tensor, dict[str, Tensor]]
 
 
 class Exchange(NamedTuple):
-    """The buckets of one set of ranks that shares matrices with this one."""
+    """The buckets of one set of ranks that shares matrices with this one.
+
+    Attributes:
+        buckets: Buckets, in the order in which they travel.
+        memory: Memory of the buckets.
+        sent_bytes: Bytes that this rank sends to others in a step.
+    """
 
     buckets: list[Bucket]
-    """Buckets, in the order in which they travel."""
     memory: Memory
-    """Memory of the buckets."""
-    sent_bytes: Mapping[int, int]
-    """Bytes sent to each other peer in a step."""
+    sent_bytes: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Measurement:
+class Measurement(NamedTuple):
     """A measurement of the momentum of some matrices, each by one rank that has it whole.
 
     Attributes:
         names: Names of the matrices to measure.
         exchanges: Exchanges that bring each to its rank, in float32; made for this step alone.
-        measure: Called with a matrix's momentum ``(m, n)``; the result is 1-D.
-        width: Number of values of each matrix.
+        table: Coefficients of the schedules whose errors are measured, ``(schedules, steps, 3)``.
     """
 
     names: Sequence[str]
     exchanges: Sequence[Exchange]
-    measure: Callable[[Tensor], Tensor]
-    width: int
+    table: Tensor
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -156,6 +155,7 @@ class Step:
         outcomes: Names of orthogonalized matrices, and flags of those whose result was NaN or inf.
         norms: Least norm that the exact norm scales in full, and the norms of the results.
         residual: Residual of the matrix to check, 0-dim; None on the ranks that do not own it.
+        seconds: Seconds that this rank took to measure.
     """
 
     orders: Orders
@@ -166,18 +166,23 @@ class Step:
     outcomes: list[tuple[tuple[str, ...], Tensor]] = dataclasses.field(default_factory=list)
     norms: list[tuple[float, Tensor]] = dataclasses.field(default_factory=list)
     residual: Tensor | None = None
+    seconds: float = 0.0
 
 
 class Update(NamedTuple):
-    """A change of a parameter, or of a region of it."""
+    """A change of a parameter, or of a region of it.
+
+    Attributes:
+        local: The parameter.
+        change: Gradient of AdamW, orthogonalized momentum, or new weights.
+        region: Region that changes; None for all of the parameter.
+        scale: Factor on orthogonalized momentum beside the learning rate.
+    """
 
     local: LocalParam
     change: Tensor
-    """Gradient of AdamW, orthogonalized momentum, or new weights."""
     region: Region | None = None
-    """None: all of the parameter."""
     scale: float = 1.0
-    """Factor on orthogonalized momentum beside the learning rate."""
 
     def view(self, whole: Tensor) -> Tensor:
         """The part of the parameter, or of a state in its shape, that changes."""
@@ -247,7 +252,7 @@ class Engine:
     ) -> None:
         self.parameters, self.config, self.rule = parameters, config, rule
         self.groups, self.state = groups, state
-        self.membership = Membership(parameters.tensors, process_group)
+        self.membership = Membership([param.tensor for param in parameters.params], process_group)
         self._dtype: torch.dtype = getattr(torch, config.ns_dtype)
         assert config.wire_dtype is not None
         self.wire: torch.dtype = getattr(torch, config.wire_dtype)
@@ -260,17 +265,17 @@ class Engine:
         self._scales = [rule.scale(shape) for shape in shapes]
         self.update_scales = [UpdateRule.scale(rule, shape) for shape in shapes]
         """Muon's own scale of each matrix, also if the rule has another; plans weight by it."""
-        self._sum_sizes = [rule.sums(matrix) for matrix in parameters.matrices]
-        if len(set(map(len, self._sum_sizes))) > 1:
+        self._sum_sizes = {matrix.name: rule.sums(matrix) for matrix in parameters.matrices}
+        if len(counts := sorted(set(map(len, self._sum_sizes.values())))) > 1:
             raise ValueError(
-                f"{type(rule).__name__}.sums: found {sorted(set(map(len, self._sum_sizes)))} sums, "
-                "expected the same number for all matrices, with 0 elements for those without one"
+                f"{type(rule).__name__}.sums: found {counts} sums, expected the same number for "
+                "all matrices, with 0 elements for those without one"
             )
         self._owners_version: Hashable = None
         self._exchanges: list[Exchange] = []
         """Exchanges of training, which serve step after step."""
-        self._sent_bytes = Counter[int]()
-        """Bytes sent to each peer in the last step."""
+        self.sent_bytes = 0
+        """Bytes of matrices that this rank sent to others in the last step."""
         self._norms: list[tuple[float, Tensor]] = []
         """`Step.norms` of the last step, for metrics."""
 
@@ -344,7 +349,7 @@ class Engine:
         """
         if orders.owners_version != self._owners_version:
             self._assign_owners(orders)
-        self._sent_bytes = Counter()
+        self.sent_bytes = 0
         params = [
             LocalParam(param, self.state[param.tensor], grad)
             for param, grad in zip(self.parameters.params, verdict.grads, strict=True)
@@ -356,7 +361,7 @@ class Engine:
             # There is one exchange at least: sets of ranks that share AdamW's parameters have one.
             for exchange in self._exchanges:
                 is_first = exchange is self._exchanges[0]
-                self._sent_bytes.update(exchange.sent_bytes)
+                self.sent_bytes += exchange.sent_bytes
                 with exchange.memory.held():
                     self._pipeline(step, exchange.buckets, is_first=is_first)
             if self.rule.has_post and self.parameters.matrices:
@@ -650,7 +655,7 @@ class Engine:
     def gather_momentum(self, step: Step, measurement: Measurement) -> Iterator[tuple[int, Tensor]]:
         """Gather momentum to measure: index and whole matrix of each that this rank gets."""
         for exchange in measurement.exchanges:
-            self._sent_bytes.update(exchange.sent_bytes)
+            self.sent_bytes += exchange.sent_bytes
             for bucket in exchange.buckets:
                 self._pack_momentum(step, bucket.outgoing)
                 for _ in bucket.gather():
@@ -694,22 +699,10 @@ class Engine:
             )
             memory = Memory(self.device)
             buckets = make_buckets(plan, matrices, group=group, memory=memory, dtype=dtype)
-            sent = {peer: count * dtype.itemsize for peer, count in plan.num_sent().items()}
-            exchanges.append(Exchange(buckets, memory, sent))
+            exchanges.append(Exchange(buckets, memory, plan.num_sent * dtype.itemsize))
         return exchanges
 
-    # ---------------------------------------------------------------- figures
-
-    def sent_bytes_by_peer(self) -> dict[int, int]:
-        """Bytes of matrices that this rank sent in the last step, by global rank of the peer."""
-        return dict(self._sent_bytes)
-
-    def metrics(self) -> dict[str, float]:
-        """Traffic and bounded updates of this rank in the last step; waits for the device."""
-        bounded = sum(
-            int(((norms > 0) & (norms < least)).sum().item()) for least, norms in self._norms
-        )
-        return {
-            "newton_schulz/bounded": float(bounded),
-            "exchange/sent_bytes": float(self._sent_bytes.total()),
-        }
+    def num_bounded(self) -> int:
+        """Updates of this rank in the last step that the bound of the exact norm kept smaller."""
+        counts = [((norms > 0) & (norms < least)).sum() for least, norms in self._norms]
+        return sum(int(count.item()) for count in counts)

@@ -8,7 +8,6 @@ import dataclasses
 import hashlib
 import json
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -37,7 +36,6 @@ from amo_dist.engine.observe import (
     agreed_residual,
     coefficient_table,
     matrix_to_check,
-    measure_spectrum,
     observe,
 )
 from amo_dist.engine.parameters import (
@@ -51,7 +49,6 @@ from amo_dist.engine.step import Engine, Measurement, Orders
 from amo_dist.engine.world import World, agree_on_world
 from amo_dist.operators.patterns import format_patterns
 from amo_dist.schedule.plan import Plan
-from amo_dist.schedule.polar_express import SAFETY
 from amo_dist.schedule.source import Observation, Source, as_source
 from amo_dist.schedule.types import Schedule
 from amo_dist.state import control as controls
@@ -155,8 +152,10 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         config = check_config(config, MuonConfig)
         if unknown := sorted(set(own) - set(self.rule_class.defaults)):
-            text = f"{type(self).__name__} got unexpected keyword arguments {unknown}"
-            raise TypeError(text + _remedy({name: own[name] for name in unknown}, config))
+            raise TypeError(
+                f"{type(self).__name__} got unexpected keyword arguments {unknown}; settings go "
+                f"into config={type(config).__name__}(...)"
+            )
         source = as_source(schedule)
         groups, structure = split_groups(params, replica_ranks(process_group))
         arguments = {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps}
@@ -172,7 +171,7 @@ class Muon(torch.optim.Optimizer):
         self._process_group, self._dtypes = process_group, (config.ns_dtype, config.wire_dtype)
         self._assemble(ScheduleState(config, copy.copy(source)))
         check_keys(self.param_groups, self.rule_class.defaults)
-        self._check_groups(self.param_groups)
+        check_groups(self.param_groups, self._engine.rule.check)
         if len(self._engine.membership.ranks) == 1:
             self._check_matrices(len(self._engine.parameters.matrices))
         self._engine.make_state()
@@ -194,9 +193,6 @@ class Muon(torch.optim.Optimizer):
         self._schedule_state = self._state_before = state
         self._decision: _Decision | None = None
         self._residual = self._observe_seconds = 0.0
-
-    def _check_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        check_groups(groups, self._engine.rule.check)
 
     # ---------------------------------------------------------------- one step
 
@@ -251,7 +247,7 @@ class Muon(torch.optim.Optimizer):
         try:
             self._adopt_swapped_parameters()
             self._engine.parameters.check(self.state)
-            self._check_groups(self.param_groups)
+            check_groups(self.param_groups, self._engine.rule.check)
         except ValueError as error:
             fault = error
         engine = self._engine
@@ -271,6 +267,7 @@ class Muon(torch.optim.Optimizer):
         with torch.profiler.record_function("amo::observe"):
             if (measurement := orders.measurement) is not None:
                 self._record(orders.step, observe(engine, step, measurement) if step else {})
+                self._observe_seconds = step.seconds if step else 0.0
             if orders.checked is not None:
                 self._check_residual(orders, agreed_residual(engine, step) if step else 0.0)
 
@@ -318,7 +315,8 @@ class Muon(torch.optim.Optimizer):
         checked = matrix_to_check(world.registry, step, every) if every else None
         if sample:
             try:
-                measurement = self._observation(sample, decision.schedules)
+                exchanges = self._engine.exchanges_to_measure(sample, decision.schedules)
+                measurement = Measurement(sample, exchanges, coefficient_table(source.candidates()))
             except Exception as error:  # without memory, say; the ballot tells all ranks
                 self._engine.ballots.report_failure(f"step {step}: preparing to measure", error)
         # Set now and not after the step, which may raise.
@@ -335,20 +333,6 @@ class Muon(torch.optim.Optimizer):
             checked=checked,
             measurement=measurement,
         )
-
-    def _observation(self, names: Sequence[str], schedules: Sequence[Schedule]) -> Measurement:
-        """The measurement of the spectra of sampled matrices."""
-        table = coefficient_table(self.source.candidates())
-        is_exact, self._observe_seconds = self.config.update_norm == "exact", 0.0
-
-        def measure(momentum: Tensor) -> Tensor:
-            start = time.perf_counter()
-            measured = measure_spectrum(momentum, table, SAFETY, exact_norm=is_exact)
-            self._observe_seconds += time.perf_counter() - start
-            return measured
-
-        exchanges = self._engine.exchanges_to_measure(names, schedules)
-        return Measurement(names, exchanges, measure, 2 + len(table))
 
     def _record(self, step: int, observed: Mapping[str, Sequence[float]]) -> None:
         """Hand an observation to the source, which plans at the last one; each rank by itself."""
@@ -565,11 +549,7 @@ class Muon(torch.optim.Optimizer):
     @property
     def phase(self) -> str:
         """Phase of the last step taken; that of the first before there is one."""
-        return self.phase_at(max(self.num_steps_taken, 1))
-
-    def phase_at(self, step: int) -> str:
-        """Phase of a step, by what is known now."""
-        return self.source.phase(step)
+        return self.source.phase(max(self.num_steps_taken, 1))
 
     def schedules_by_type(self, step: int) -> Mapping[str, Schedule]:
         """The schedule of each operator type (of `ROOT`: shape) at a step, counted from 1.
@@ -590,17 +570,15 @@ class Muon(torch.optim.Optimizer):
         values: dict[str, float] = {}
         if self.world is not None:
             step = max(self.num_steps_taken, 1)
-            values = {**self.source.metrics(step), **self._engine.metrics()}
+            values = self.source.metrics(step)
         return {
             **values,
+            "newton_schulz/bounded": float(self._engine.num_bounded()),
+            "exchange/sent_bytes": float(self._engine.sent_bytes),
             "newton_schulz/residual": self._residual,
             "optimizer/steps_skipped": float(self._schedule_state.steps_skipped),
             "optimizer/observe_seconds": self._observe_seconds,
         }
-
-    def sent_bytes_by_peer(self) -> dict[int, int]:
-        """Bytes of matrices that this rank sent in the last step, by global rank of the peer."""
-        return self._engine.sent_bytes_by_peer()
 
     # ---------------------------------------------------------------- checkpoints
 
@@ -641,10 +619,10 @@ class Muon(torch.optim.Optimizer):
         return state
 
     def _go_on_from(self, state: ScheduleState) -> None:
-        engine = self._engine
-        self._assemble(state, engine.parameters)
-        if engine.is_connected:
-            self._engine.connect(engine.world)
+        world = self.world
+        self._assemble(state, self._engine.parameters)
+        if world is not None:
+            self._engine.connect(world)
 
     def state_dict(self) -> dict[str, Any]:
         """The state, as for any PyTorch optimizer; ``control`` of groups is `control_state_dict`.
@@ -677,7 +655,8 @@ class Muon(torch.optim.Optimizer):
             schedule_state = self._restored(loaded.control)
             # Last: state of another optimizer has been named by then.
             pairs = zip(self.param_groups, loaded.groups, strict=True)
-            self._check_groups([{**own, **saved} for own, saved in pairs])
+            groups = [{**own, **saved} for own, saved in pairs]
+            check_groups(groups, self._engine.rule.check)
         self._go_on_from(schedule_state)
         loaded.fill(self)
 
@@ -736,22 +715,6 @@ def check_config(config: Any, kind: type[_Config]) -> _Config:
             f"config: found a {type(config).__name__}, expected an {name}: config={name}(...)"
         )
     return config
-
-
-_STEPS = {"ns_steps", "steps", "num_ns_steps", "ns_coefficients"}
-"""Arguments of other optimizers for the number of Newton-Schulz steps and their coefficients."""
-
-
-def _remedy(arguments: Mapping[str, Any], config: MuonConfig) -> str:
-    """Advice for settings that a user passed as arguments of the optimizer."""
-    kind, settings = type(config).__name__, {field.name for field in dataclasses.fields(config)}
-    known = {"base_steps" if name in _STEPS else name: value for name, value in arguments.items()}
-    fields = ", ".join(f"{name}={known[name]!r}" for name in known if name in settings)
-    if fields:
-        return f"; what is a setting goes into the config: config={kind}({fields})"
-    if "base_steps" in known:
-        return "; the schedule says how many steps: schedule='kj', or a Schedule"
-    return ""
 
 
 def _holds_values(state: Mapping[Any, Mapping[str, Tensor]]) -> bool:

@@ -42,7 +42,7 @@ def phase_and_steps(optimizer: object, ago: int = 0) -> tuple[str, dict[str, int
         return "", {}
     step = max(optimizer.num_steps_taken - ago, 1)
     schedules = optimizer.schedules_by_type(step)
-    return optimizer.phase_at(step), {name: s.num_steps for name, s in schedules.items()}
+    return optimizer.source.phase(step), {name: s.num_steps for name, s in schedules.items()}
 
 
 def changes(optimizer: object, last: Mapping[str, Any] | None, step: int) -> list[dict[str, Any]]:
