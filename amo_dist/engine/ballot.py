@@ -43,7 +43,7 @@ from amo_dist.distributed.ranks import (
     gather_json,
     max_over,
 )
-from amo_dist.engine.parameters import Parameters
+from amo_dist.engine.parameters import Param, Parameters
 from amo_dist.engine.world import World
 from amo_dist.kernels.elementwise import exceed, real
 
@@ -51,6 +51,9 @@ logger = logging.getLogger(__name__)
 
 MAX_IDLE_STEPS = 10
 """Steps in a row without any gradient of a matrix; the last of them is an error."""
+
+LARGEST_GRADIENT = 2.0**60
+"""Largest entry of a good gradient. float32 state holds its square, and the sum of many of them."""
 
 _GRADIENT, _UPDATE, _MARKS = range(1, 4)
 """Positions in the vector."""
@@ -161,11 +164,7 @@ class Ballots:
             else None
             for ranks in world.rank_sets
         ]
-        self._bounds = [
-            None if param.views else second_moment_bound(param.tensor.dtype)
-            for param in parameters.params
-        ]
-        """Largest entry of a gradient that AdamW's state can take; None for matrices."""
+        self._bounds = [largest_gradient(param) for param in parameters.params]
         self._failure, self._num_idle = "", 0
         self._updates = Flags()
         self._unread: tuple[Ballot, Callable[[], list[int]]] | None = None
@@ -173,16 +172,13 @@ class Ballots:
 
     # ---------------------------------------------------------------- before a step
 
-    def vote(
-        self, step: int, text: str, fault: Exception | None, momentum: float, *, waits: bool
-    ) -> Verdict:
+    def vote(self, step: int, text: str, fault: Exception | None, *, waits: bool) -> Verdict:
         """Agree with all ranks on a step; a collective over the world.
 
         Args:
             step: Number of the coming step.
             text: Lines that must be alike on all ranks.
             fault: Fault of this rank alone, which all ranks raise.
-            momentum: Greatest momentum of any group, which bounds gradients.
             waits: Whether to read the result now; else it stays on the device until
                 `read_verdict`. Alike on all ranks.
 
@@ -209,13 +205,9 @@ class Ballots:
         full = {i: grad for i, grad in enumerate(grads) if grad is not None and grad.numel()}
         unusable = Flags()
         if full:
-            least = momentum_bound(momentum)
-            # A misplaced gradient may be one term of a sum over ranks.
-            num_terms = len(self._world.ranks) if misplaced else 1
-            bounds = [(self._bounds[i] or least) / num_terms for i in full]
-            sent = _sent(bounds, torch.float64, self._param_device)
+            bounds = _sent([self._bounds[i] for i in full], torch.float64, self._param_device)
             names = [self._params[i].name for i in full]
-            unusable = Flags(names, exceed(real([*full.values()]), sent))
+            unusable = Flags(names, exceed(real([*full.values()]), bounds))
         has_grad = [grad is not None for grad in grads]
         ballot = Ballot(step, waits, self._failure or text, has_grad, unusable, self._updates)
         reduced = self._reduce(ballot)
@@ -477,21 +469,14 @@ class Ballots:
         return grads, misplaced
 
 
-def momentum_bound(momentum: float) -> float:
-    """Largest gradient entry that can never overflow a momentum buffer of float32.
+def largest_gradient(param: Param) -> float:
+    """Largest entry of a good gradient of a parameter.
 
-    A sum of gradients below ``bound`` stays below ``bound / (1 - momentum)``, with Nesterov too;
-    a factor of two is left for rounding.
+    AdamW keeps squares in the dtype of the parameter, and an infinite one never recovers.
     """
-    return torch.finfo(torch.float32).max * (1.0 - momentum) / 2.0
-
-
-def second_moment_bound(dtype: torch.dtype) -> float:
-    """Largest gradient entry whose square AdamW's ``exp_avg_sq`` can hold, with room to round.
-
-    An infinite second moment never recovers: its parameter would stand still for good.
-    """
-    return math.sqrt(torch.finfo(dtype).max) / 2.0
+    if param.views:
+        return LARGEST_GRADIENT
+    return min(LARGEST_GRADIENT, math.sqrt(torch.finfo(param.dtype).max) / 2)
 
 
 # ---------------------------------------------------------------- host and device

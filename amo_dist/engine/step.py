@@ -325,14 +325,13 @@ class Engine:
         measures = orders.checked is not None or orders.measurement is not None
         waits = not self._is_on_device or is_new or measures
         if fault is not None:
-            return self.ballots.vote(orders.step, "", fault, 0.0, waits=waits)
+            return self.ballots.vote(orders.step, "", fault, waits=waits)
         lines = [*orders.fingerprint, f"{'a new' if is_new else 'the last'} exchange plan"]
         lines.append(f"{'waits' if waits else 'does not wait'} for the verdict")
         # Stages of a pipeline have groups of their own.
         for index, group in enumerate(self.groups if self.world.shares_all else []):
             lines.append(f"group {index}: {describe_group(group, self.rule.defaults)}")
-        momentum = max(momentum_of(group, self.config)[0] for group in self.groups)
-        return self.ballots.vote(orders.step, "\n".join(lines), None, momentum, waits=waits)
+        return self.ballots.vote(orders.step, "\n".join(lines), None, waits=waits)
 
     def run(self, orders: Orders, verdict: Verdict) -> Step:
         """Update every parameter; a collective over the ranks that share parameters.

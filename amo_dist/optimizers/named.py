@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from amo_dist.config import AMOConfig, MuonConfig
-from amo_dist.distributed.ranks import GroupLike
 from amo_dist.engine.hyperparameters import check_hyperparameters, check_keys
 from amo_dist.optimizers.adamuon import AdaMuon
 from amo_dist.optimizers.amo import AMO
@@ -40,13 +39,9 @@ def make_optimizer(
     name: str,
     params: Sequence[Mapping[str, Any]],
     lr: float | Tensor = 1e-3,
-    weight_decay: float = 0.1,
     *,
     config: MuonConfig | None = None,
-    betas: tuple[float, float] = (0.9, 0.95),
-    eps: float = 1e-8,
-    process_group: GroupLike = None,
-    allow_no_matrices: bool = False,
+    **options: Any,
 ) -> torch.optim.Optimizer:
     """Build an optimizer by its name.
 
@@ -58,14 +53,11 @@ def make_optimizer(
         name: One of ``OPTIMIZER_NAMES``, in any case of letters. ``AdamW`` is PyTorch's, for
             matrices too.
         params: Groups from `amo_dist.param_groups`.
-        lr: Learning rate of all groups.
-        weight_decay: Decoupled weight decay.
+        lr: Learning rate of groups that do not name their own.
         config: An `AMOConfig` for ``AMO``, a `MuonConfig` for the rest of the family, None for
             ``AdamW``.
-        betas: Betas of AdamW.
-        eps: Epsilon of AdamW.
-        process_group: Argument of `Muon`; ``AdamW`` ignores it.
-        allow_no_matrices: Argument of `Muon`; ``AdamW`` ignores it.
+        options: Other arguments of `Muon`; or of PyTorch's ``AdamW``, which has the same defaults
+            here, and which ignores ``process_group`` and ``allow_no_matrices``.
 
     Raises:
         ValueError: The name is unknown, the configuration is that of another optimizer, or `Muon`
@@ -81,18 +73,21 @@ def make_optimizer(
         raise ValueError(
             f"config: found {type(config).__name__} for {name}, expected {expected.__name__}"
         )
-    options: dict[str, Any] = {"weight_decay": weight_decay, "betas": betas, "eps": eps}
     if name == "AdamW":
         return _adamw(params, lr, **options)
-    options |= {"config": config, "process_group": process_group}
     if name in MUON_SCHEDULES:
         options["schedule"] = MUON_SCHEDULES[name]
-    return _CLASSES.get(name, Muon)(params, lr, allow_no_matrices=allow_no_matrices, **options)
+    return _CLASSES.get(name, Muon)(params, lr, config=config, **options)
 
 
 def _adamw(
-    params: Sequence[Mapping[str, Any]], lr: float | Tensor, **defaults: Any
+    params: Sequence[Mapping[str, Any]],
+    lr: float | Tensor,
+    process_group: object = None,
+    allow_no_matrices: bool = True,
+    **options: Any,
 ) -> torch.optim.AdamW:
+    defaults = {"weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
     check_keys(params)
     groups = []
     for index, group in enumerate(params):
@@ -102,4 +97,4 @@ def _adamw(
         if "lr_multiplier" in group:
             own["lr"] = own.get("lr", lr) * group["lr_multiplier"]
         groups.append({"params": [param for _, param in group["params"]], **own})
-    return torch.optim.AdamW(groups, lr, **defaults)
+    return torch.optim.AdamW(groups, lr, **{**defaults, **options})

@@ -12,7 +12,6 @@ state, so a resumed run keeps them.
 from __future__ import annotations
 
 import functools
-import hashlib
 import math
 import random
 from bisect import bisect_left
@@ -45,7 +44,7 @@ class Root(Source):
     name = "root"
 
     def __init__(self) -> None:
-        self._fits: Mapping[str, Mapping[str, Any]] = {}
+        self._fits: Mapping[str, Sequence[float]] = {}
 
     def key(self, matrix: MatrixInfo) -> str:
         """The shape, such as ``8x6``; a transposed one is another."""
@@ -55,19 +54,19 @@ class Root(Source):
         """Fit every shape, unless fits were loaded."""
         shapes = {self.key(matrix): matrix.shape for matrix in registry}
         if not self._fits:
-            self._fits = {name: _record(shapes[name]) for name in sorted(shapes)}
+            self._fits = {name: fit(shapes[name]) for name in sorted(shapes)}
         if set(self._fits) != set(shapes):
             fail("control.source.fits", sorted(self._fits), f"the shapes {sorted(shapes)}")
 
     def schedules(self, step: int) -> Mapping[str, Schedule]:
         """Schedules of all shapes, the same at every step."""
         return {
-            name: Schedule((tuple(record["triple"]),) * NUM_STEPS, norm_scale=1.0)
-            for name, record in self._fits.items()
+            name: Schedule(((a, b, c),) * NUM_STEPS, norm_scale=1.0)
+            for name, (a, b, c) in self._fits.items()
         }
 
     def state(self) -> dict[str, Any]:
-        """Triple, objective and digest of the calibration set, by shape."""
+        """Triple by shape."""
         return {"name": self.name, "fits": dict(self._fits)}
 
     def load(
@@ -146,14 +145,6 @@ def fit(shape: tuple[int, int]) -> Triple:
         if objective(triple, values) < objective(start, values):  # false for NaN
             return triple
     return start
-
-
-def _record(shape: tuple[int, int]) -> dict[str, Any]:
-    triple, values = fit(shape), calibration_set(shape)
-    text = " ".join(value.hex() for value in values.tolist())
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    error = objective(triple, values).item()
-    return {"triple": list(triple), "objective": error, "calibration": digest}
 
 
 @torch.enable_grad()

@@ -79,7 +79,7 @@ def test_a_saved_fit_stays_in_force(binds_first: bool) -> None:
     source = Root()
     source.bind(REGISTRY)
     state = json.loads(json.dumps(source.state()))
-    state["fits"]["8x6"]["triple"] = [2.0, -1.5, 0.5]
+    state["fits"]["8x6"] = [2.0, -1.5, 0.5]
     resumed = Root()
     if binds_first:
         resumed.bind(REGISTRY)
