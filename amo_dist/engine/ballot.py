@@ -52,8 +52,8 @@ logger = logging.getLogger(__name__)
 MAX_IDLE_STEPS = 10
 """Steps in a row without any gradient of a matrix; the last of them is an error."""
 
-LARGEST_GRADIENT = 2.0**60
-"""Largest entry of a good gradient. float32 state holds its square, and the sum of many of them."""
+LARGEST_GRADIENT = 2.0**100
+"""Largest entry of a matrix's gradient: float32 momentum holds the sum of many of them."""
 
 _GRADIENT, _UPDATE, _MARKS = range(1, 4)
 """Positions in the vector."""
@@ -476,7 +476,7 @@ def largest_gradient(param: Param) -> float:
     """
     if param.views:
         return LARGEST_GRADIENT
-    return min(LARGEST_GRADIENT, math.sqrt(torch.finfo(param.dtype).max) / 2)
+    return math.sqrt(torch.finfo(param.dtype).max) / 2
 
 
 # ---------------------------------------------------------------- host and device

@@ -38,12 +38,12 @@ class Structure:
 
     Attributes:
         names: Names of the parameters of each group.
-        views: Matrices of a parameter by its name, for each group.
+        views: Matrices of a parameter by its name.
         replica_ranks: Global ranks over which plain tensors are replicas.
     """
 
     names: tuple[tuple[str, ...], ...]
-    views: tuple[Mapping[str, tuple[MatrixView, ...]], ...]
+    views: Mapping[str, tuple[MatrixView, ...]]
     replica_ranks: tuple[int, ...]
 
 
@@ -219,10 +219,8 @@ class Parameters:
                     require(False, f"state of {param.name}.{name}", kind, expected)
 
 
-def check_float16(
-    parameters: Parameters, groups: Sequence[Mapping[str, Any]], bfloat16_params: str
-) -> None:
-    """Refuse float16 parameters beside master weights, and those of AdamW whose ``eps`` is 0 there.
+def check_float16(parameters: Parameters, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse float16 parameters of AdamW whose ``eps`` is 0 there.
 
     Small squared gradients are 0 in float16, too, and the update would be 0 / 0.
 
@@ -230,15 +228,9 @@ def check_float16(
         ValueError: Names a parameter and the remedy.
     """
     for param in parameters.params:
-        if param.tensor.dtype != torch.float16:
-            continue
-        if bfloat16_params == "master":
-            raise ValueError(
-                f"bfloat16_params: found 'master' with {param.name} of float16, expected "
-                "parameters of bfloat16 (or float32, which are written as they are)"
-            )
         eps = float(groups[param.group]["eps"])
-        if not param.views and not torch.tensor(eps, dtype=torch.float16, device="cpu"):
+        is_narrow = param.dtype == torch.float16 and not param.views
+        if is_narrow and not torch.tensor(eps, dtype=torch.float16, device="cpu"):
             raise ValueError(
                 f"eps: found {eps}, which is 0 in float16, the dtype of {param.name}, so that "
                 "AdamW divides by zero; expected parameters of float32 or bfloat16 (autocast "
@@ -264,7 +256,7 @@ def split_groups(
     plain: list[dict[str, Any]] = []
     name_by_tensor: dict[int, str] = {}
     names: list[tuple[str, ...]] = []
-    views: list[Mapping[str, tuple[MatrixView, ...]]] = []
+    views: dict[str, tuple[MatrixView, ...]] = {}
     for group in groups:
         is_group = isinstance(group, Mapping) and "algorithm" in group
         require(is_group, "params", f"{type(group).__name__} without 'algorithm'", remedy)
@@ -285,8 +277,8 @@ def split_groups(
         plain.append({**kept, "params": [param for _, param in pairs]})
         names.append(tuple(name for name, _ in pairs))
         # A parameter without elements goes to AdamW: it has no matrix.
-        views.append({name: own[name] for name, param in pairs if name in own and param.numel()})
-    return plain, Structure(tuple(names), tuple(views), tuple(replica_ranks))
+        views |= {name: own[name] for name, param in pairs if name in own and param.numel()}
+    return plain, Structure(tuple(names), views, tuple(replica_ranks))
 
 
 def _check_parameter(name: str, param: Any, algorithm: str) -> None:
@@ -320,7 +312,7 @@ def lay_out(groups: Sequence[Mapping[str, Any]], structure: Structure) -> Parame
     for index, (group, names) in enumerate(zip(groups, structure.names, strict=True)):
         for name, tensor in zip(names, group["params"], strict=True):
             layout = layout_of(tensor, name, structure.replica_ranks)
-            views = tuple(structure.views[index].get(name, ()))
+            views = tuple(structure.views.get(name, ()))
             params.append(Param(name, tensor, index, views, layout))
     for name, count in Counter(param.name for param in params).items():
         require(count == 1, "params", f"{name} more than once", "unique names")
@@ -367,16 +359,13 @@ def check_swap(before: Parameters, groups: Sequence[Mapping[str, Any]]) -> None:
     Raises:
         ValueError: Names a parameter, what was found and what was expected.
     """
-    counts = Counter(param.group for param in before.params)
-    expected = f"{len(counts)}, as at construction"
-    require(len(groups) == len(counts), "param_groups", f"{len(groups)} groups", expected)
-    for index, group in enumerate(groups):
-        number, place = len(group["params"]), f"param_groups[{index}]"
-        expected = f"{counts[index]}, as at construction"
-        require(number == counts[index], place, f"{number} parameters", expected)
+    counts = [len(group["params"]) for group in groups]
+    expected = [*Counter(param.group for param in before.params).values()]
+    is_same = counts == expected
+    require(is_same, "param_groups", f"{counts} parameters", f"{expected}, as at construction")
     tensors = [tensor for group in groups for tensor in group["params"]]
     for param, tensor in zip(before.params, tensors, strict=True):
         _check_parameter(param.name, tensor, groups[param.group]["algorithm"])
-        expected = f"{param.layout.shape}, that of the parameter in whose place it was put"
-        shape = tuple(tensor.shape)
-        require(shape == param.layout.shape, param.name, f"shape {shape}", expected)
+        shape, place = tuple(tensor.shape), "that of the parameter in whose place it was put"
+        is_same = shape == param.layout.shape
+        require(is_same, param.name, f"shape {shape}", f"{param.layout.shape}, {place}")

