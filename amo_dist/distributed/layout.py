@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, zeros
 
 from amo_dist.compat import StridedShard, local_of
 from amo_dist.config import Box
@@ -275,22 +275,17 @@ def zeros_per_slice(param: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
         param: A DTensor, or a plain tensor.
         dims: Dims from the end, such as -1. Where one is sharded, the zeros are replicated.
     """
-    shape, local_shape = list(param.shape), list(local_tensor(param).shape)
-    dims = [len(shape) + dim for dim in dims]
-    for index in dims:
-        shape[index] = local_shape[index] = 1
-    zeros = torch.zeros(local_shape, dtype=torch.float32, device=param.device)
+    dims = [param.dim() + dim for dim in dims]
+    shape = [1 if dim in dims else size for dim, size in enumerate(param.shape)]
     if not isinstance(param, DTensor):
-        return zeros
-    placements = tuple(
-        Replicate() if isinstance(p, Shard) and p.dim % len(shape) in dims else p
+        return torch.zeros(shape, dtype=torch.float32, device=param.device)
+    placements = [
+        Replicate() if isinstance(p, Shard) and p.dim % param.dim() in dims else p
         for p in param.placements
-    )
-    stride = torch.empty(shape, device="meta").stride()
-    size, mesh = torch.Size(shape), param.device_mesh
-    made = DTensor.from_local(zeros, mesh, placements, run_check=False, shape=size, stride=stride)
-    # PyTorch moves a local tensor to the mesh's device, also where the parameter lies on the host.
-    return made if made.device == zeros.device else made.to(zeros.device)
+    ]
+    mesh = param.device_mesh
+    made = zeros(shape, dtype=torch.float32, device_mesh=mesh, placements=placements)
+    return made.to(param.device)  # the host, for parameters that are offloaded
 
 
 def _overlaps(

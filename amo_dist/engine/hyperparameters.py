@@ -124,16 +124,13 @@ def describe_group(group: Mapping[str, Any], own_keys: Iterable[str] = ()) -> st
         group: A parameter group.
         own_keys: Keys of a rule's own hyperparameters.
     """
-    lr = group["lr"]
-    is_on_device = isinstance(lr, Tensor) and lr.device.type != "cpu"
-    words = [f"lr {'of a tensor' if is_on_device else float(lr)}"]
-    keys = ("lr_multiplier", "weight_decay", "eps", *own_keys, "momentum", "nesterov")
-    for key in dict.fromkeys(keys):
-        if key in group and key not in ("lr", "betas"):
-            value = group[key]
-            words.append(f"{key} {value if isinstance(value, bool) else float(value)}")
-    beta1, beta2 = group["betas"]
-    words.append(f"betas {(float(beta1), float(beta2))}")
+    keys = ("lr", "lr_multiplier", "weight_decay", "eps", "betas", "momentum", "nesterov")
+    words = []
+    for key in dict.fromkeys((*keys, *own_keys)):
+        value: Any = group.get(key, "of the settings")
+        if isinstance(value, Tensor):
+            value = value.item() if value.device.type == "cpu" else "of a tensor"
+        words.append(f"{key} {tuple(map(float, value)) if key == 'betas' else value}")
     return ", ".join(words)
 
 

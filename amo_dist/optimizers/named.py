@@ -39,6 +39,7 @@ def make_optimizer(
     name: str,
     params: Sequence[Mapping[str, Any]],
     lr: float | Tensor = 1e-3,
+    weight_decay: float = 0.1,
     *,
     config: MuonConfig | None = None,
     **options: Any,
@@ -54,6 +55,7 @@ def make_optimizer(
             matrices too.
         params: Groups from `amo_dist.param_groups`.
         lr: Learning rate of groups that do not name their own.
+        weight_decay: Decoupled weight decay of such groups.
         config: An `AMOConfig` for ``AMO``, a `MuonConfig` for the rest of the family, None for
             ``AdamW``.
         options: Other arguments of `Muon`; or of PyTorch's ``AdamW``, which has the same defaults
@@ -74,10 +76,10 @@ def make_optimizer(
             f"config: found {type(config).__name__} for {name}, expected {expected.__name__}"
         )
     if name == "AdamW":
-        return _adamw(params, lr, **options)
+        return _adamw(params, lr, weight_decay=weight_decay, **options)
     if name in MUON_SCHEDULES:
         options["schedule"] = MUON_SCHEDULES[name]
-    return _CLASSES.get(name, Muon)(params, lr, config=config, **options)
+    return _CLASSES.get(name, Muon)(params, lr, weight_decay, config=config, **options)
 
 
 def _adamw(
@@ -87,14 +89,14 @@ def _adamw(
     allow_no_matrices: bool = True,
     **options: Any,
 ) -> torch.optim.AdamW:
-    defaults = {"weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
+    defaults = {"betas": (0.9, 0.95), "eps": 1e-8, **options}
     check_keys(params)
     groups = []
     for index, group in enumerate(params):
         check_hyperparameters(group, f"groups[{index}].")
         # PyTorch has no keys for parameter names and algorithm.
-        own = {key: group[key] for key in ("lr", *defaults) if key in group}
+        own = {key: group[key] for key in ("lr", "weight_decay", "betas", "eps") if key in group}
         if "lr_multiplier" in group:
             own["lr"] = own.get("lr", lr) * group["lr_multiplier"]
         groups.append({"params": [param for _, param in group["params"]], **own})
-    return torch.optim.AdamW(groups, lr, **{**defaults, **options})
+    return torch.optim.AdamW(groups, lr, **defaults)
