@@ -359,12 +359,10 @@ class Muon(torch.optim.Optimizer):
             return
         info = next(matrix for matrix in self._engine.world.registry if matrix.name == name)
         schedule = self.source.schedules(step)[self.source.key(info)]
-        triples = " ".join(f"({a:.4g}, {b:.4g}, {c:.4g})" for a, b, c in schedule.coefficients)
         logger.warning(
-            "step %d: %s, of type %s, is left with a Newton-Schulz residual of %.4g, above "
-            "%g, by the %d steps %s (preconditioner %s, norm_scale %g)",
-            *(step, name, info.operator_type, residual, GUARD_BOUND),
-            *(schedule.num_steps, triples, schedule.preconditioner, schedule.norm_scale),
+            "step %d: %s, of type %s, is left with a Newton-Schulz residual of %.4g, above %g, "
+            "by %d steps: %s",
+            *(step, name, info.operator_type, residual, GUARD_BOUND, schedule.num_steps, schedule),
         )
 
     def _connect(self, fault: ValueError | None) -> None:
