@@ -59,7 +59,7 @@ def test_a_diverging_schedule_is_named(caplog: pytest.LogCaptureFixture) -> None
     assert "step 2: layers.0.attention.wk.weight, of type attn_k" in message
     # One singular value of 4, and three of zero: sqrt((15^2 + 3) / 4).
     assert "residual of 7.55" in message
-    assert "above 1.1, by the 2 steps (2, 0, 0) (2, 0, 0)" in message
+    assert "above 1.1, by 2 steps: Schedule(coefficients=((2.0, 0.0, 0.0), " in message
     assert "uniform" not in message
     assert optimizer.metrics()["newton_schulz/residual"] == pytest.approx(math.sqrt(228 / 4))
 
