@@ -234,7 +234,7 @@ def _space(shape: tuple[int, int]) -> int:
 
 
 def on_host(places: Sequence[Tensor]) -> list[Tensor]:
-    """New pinned host memory with the shapes of some places on a device.
+    """New pinned host memory in the shapes of some places on a device.
 
     FSDP2's ``CPUOffloadPolicy`` keeps parameters, gradients and state in host memory. The host
     computes momentum and updates, and the accelerator everything between them: pieces are uploaded
@@ -242,14 +242,8 @@ def on_host(places: Sequence[Tensor]) -> list[Tensor]:
     downloaded after the scatter.
 
     PyTorch keeps pinned memory for the next call, and reuses none that a copy still reads.
-
-    Args:
-        places: Places of one dtype; at least one.
     """
-    sizes = [math.prod(place.shape) for place in places]
-    memory = torch.empty(sum(sizes), dtype=places[0].dtype, device="cpu", pin_memory=True)
-    pairs = zip(memory.split(sizes), places, strict=True)
-    return [flat.view(place.shape) for flat, place in pairs]
+    return [torch.empty_like(place, device="cpu", pin_memory=True) for place in places]
 
 
 def bring_down(places: list[Tensor]) -> list[Tensor]:

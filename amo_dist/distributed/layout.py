@@ -215,10 +215,8 @@ def mesh_layout(
         placements: One ``Shard``, ``_StridedShard`` or ``Replicate`` for each mesh axis.
 
     Raises:
-        ValueError: A placement is of another kind, or their number is not that of the axes.
+        ValueError: A placement is of another kind.
     """
-    if len(placements) != mesh.ndim:
-        raise ValueError(f"placements: found {len(placements)}, expected one for each mesh axis")
     ranks = tuple(int(rank) for rank in mesh.flatten().tolist())
     return _mesh_layout(tuple(shape), tuple(mesh.shape), ranks, tuple(placements))
 
