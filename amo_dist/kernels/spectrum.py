@@ -33,8 +33,6 @@ SMALL = 128
 
 _FELT = 1e-6
 """An ``ell`` below it is as good as zero for every plan."""
-_CHUNK = 2**16
-"""Number of values that are computed at a time: 0.5 MB, of which a cache holds three copies."""
 
 
 @torch.no_grad()
@@ -157,18 +155,14 @@ def distances(sigma: Tensor, coefficients: Tensor, *, exact_norm: bool = False) 
     Returns:
         Float64, shape ``(num_schedules,)``.
     """
-    result = sigma.new_empty(coefficients.shape[0])
-    size = max(1, _CHUNK // max(1, sigma.shape[0]))
-    for chunk, out in zip(coefficients.split(size), result.split(size), strict=True):
-        values = sigma.expand(chunk.shape[0], -1).clone()
-        for a, b, c in chunk.unsqueeze(-1).permute(1, 2, 0, 3):
-            square = values.square()
-            values *= (square * c).add_(b).mul_(square).add_(a)
-        if exact_norm:
-            mean = values.square().mean(dim=1, keepdim=True)
-            values *= mean.masked_fill_(mean == 0, 1).rsqrt_()  # zero stays zero
-        out.copy_(values.sub_(1).square_().mean(dim=1))
-    return result
+    values = sigma.expand(coefficients.shape[0], -1).clone()
+    for a, b, c in coefficients.unsqueeze(-1).permute(1, 2, 0, 3):
+        square = values.square()
+        values *= (square * c).add_(b).mul_(square).add_(a)
+    if exact_norm:
+        mean = values.square().mean(dim=1, keepdim=True)
+        values *= mean.masked_fill_(mean == 0, 1).rsqrt_()  # zero stays zero
+    return values.sub_(1).square_().mean(dim=1)
 
 
 @torch.no_grad()

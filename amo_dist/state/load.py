@@ -68,7 +68,8 @@ def read(
     Raises:
         ValueError: The state has another structure, belongs to another optimizer, or is damaged.
     """
-    _check_mapping(state_dict)
+    if not isinstance(state_dict, Mapping):
+        fail("state_dict", state_dict, "the dict that state_dict() of an optimizer returns")
     loaded = dict(state_dict)
     hooks_before, _ = load_hooks(optimizer)
     for hook in hooks_before:
@@ -92,11 +93,6 @@ def _read_control(text: object) -> Any:
         return json.loads(text)  # type: ignore[arg-type]
     except (TypeError, ValueError, RecursionError):
         fail("control", text, "JSON text")
-
-
-def _check_mapping(state_dict: object) -> None:
-    if not isinstance(state_dict, Mapping):
-        fail("state_dict", state_dict, "the dict that state_dict() of an optimizer returns")
 
 
 def _check_form(state_dict: Mapping[str, Any]) -> None:
@@ -168,29 +164,14 @@ def _check_origin(groups: Sequence[Mapping[str, Any]]) -> None:
     """Every group carries the one text that amo_dist saves."""
     if not any(group.get("control") for group in groups):
         raise ValueError(
-            f"control: found none in the parameter groups, which look like those of "
-            f"{_describe_origin(groups)}; to start from the state of another optimizer copy it by "
-            "name, as take_over in docs/checkpoints.md does"
+            "control: found none in the parameter groups, whose keys are "
+            f"{sorted({str(key) for group in groups for key in group})}, expected a checkpoint of "
+            "amo_dist; to start from the state of another optimizer copy it by name, as take_over "
+            "in docs/checkpoints.md does"
         )
     texts = {repr(group.get("control")) for group in groups}
     if len(texts) != 1:
         raise ValueError(f"control: found {len(texts)} different texts, expected one in all groups")
-
-
-_ORIGIN_BY_KEY = {
-    "control": "amo_dist",
-    "ns_coefficients": "torch.optim.Muon",
-    "dampening": "torch.optim.SGD",
-    "amsgrad": "torch.optim.AdamW or Adam",
-}
-"""Optimizer by a key of its parameter groups; the first key that they have decides."""
-
-
-def _describe_origin(groups: Sequence[Mapping[str, Any]]) -> str:
-    """Name of the optimizer that made these parameter groups, by their keys."""
-    keys = {key for group in groups for key in group}
-    unknown = f"an unknown optimizer (keys {sorted(map(str, keys))})"
-    return next((origin for key, origin in _ORIGIN_BY_KEY.items() if key in keys), unknown)
 
 
 def _check_state(

@@ -229,7 +229,7 @@ def test_a_foreign_state_is_named(origin: str) -> None:
     params = [param for param in model.parameters() if param.dim() == 2]
     foreign = getattr(torch.optim, origin)(params, lr=1e-3)
     message = refusal(foreign.state_dict())
-    assert f"look like those of torch.optim.{origin}" in message
+    assert message.startswith("control: found none")
     assert "docs/checkpoints.md" in message
 
 
