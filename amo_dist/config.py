@@ -91,37 +91,77 @@ def _require_real(field: str, value: object, expected: str, low: float, high: fl
     _require(is_real and math.isfinite(value) and low <= value <= high, field, value, expected)  # type: ignore[arg-type, operator]
 
 
+_Config = TypeVar("_Config", bound="MuonConfig")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MathConfig:
-    """The mathematics of the update. A parameter group may set its own momentum and nesterov."""
+class MuonConfig:
+    """Settings of every optimizer of the Muon family: the update, the exchange and the guards.
+
+    Each field can be set from TOML under the same name. A parameter group may set its own
+    ``momentum`` and ``nesterov``.
+
+    Attributes:
+        momentum: Decay of the momentum buffer B, which takes the gradient G: ``B = momentum * B +
+            G``; in [0, 1).
+        nesterov: Matrix to orthogonalize: ``G + c * B`` for a number ``c`` in [0, 10], which true
+            sets to ``momentum``; ``B`` for false.
+        ns_dtype: Dtype of the Newton-Schulz iterates and products, a name or PyTorch's own.
+            ``auto``: ``bfloat16``, or ``float32`` on CPUs, of which many compute bfloat16 slowly.
+        update_norm: Frobenius norm of the orthogonalized matrix: ``as_is`` keeps the result of
+            Newton-Schulz, which is smaller after fewer steps; ``exact`` scales it to the norm of an
+            exact polar factor, ``sqrt(min(m, n))``, by a factor of at most 2. AMO's default is
+            ``exact``: with ``as_is``, fewer steps also shrink the update, like a lower learning
+            rate. AdaMuon and NorMuon normalize their update again after that.
+        adjust_lr: Scale of the update of a matrix with m outputs and n inputs, for learning rates
+            tuned for another optimizer: ``match_rms_adamw`` = ``0.2 * sqrt(max(m, n))``;
+            ``original`` (Jordan's Muon) = ``sqrt(max(1, m/n))``; ``spectral`` = ``sqrt(m/n)``.
+        cautious_decay: Whether to decay a weight of a matrix only if its update has the sign of the
+            weight.
+        bfloat16_params: Rounding of updated bfloat16 parameters, those of AdamW included.
+            ``nearest``: round to the nearest value; ``master``: keep float32 master weights, whose
+            difference from the parameter is optimizer state.
+        wire_dtype: Dtype in which ranks send matrices: momentum to the owner, and results back; a
+            name or PyTorch's own. None: ``ns_dtype``, or ``bfloat16`` if ``ns_dtype`` is
+            ``float16``, because momentum can overflow float16.
+        ownership: Assignment of matrices to owner ranks: ``round_robin``, or ``balanced``, which
+            gives the matrix of most flops first to the rank with the least work.
+        bucket_bytes: Approximate bytes of the matrices that one exchange sends together; a larger
+            matrix is sent alone. Smaller buckets need less memory and overlap better, larger ones
+            need fewer launches.
+        ns_kernels: Library that computes the matrix products of Newton-Schulz on CUDA: ``torch``;
+            ``quack``, the symmetric products of quack-kernels (install the extra ``quack``), for
+            bfloat16 or float16 and compute capability 9.0 or newer; ``auto``: ``quack`` if it can
+            run, else ``torch``. Not run on a GPU yet.
+        nonfinite: Reaction to a NaN or inf in a gradient on any rank: all ranks raise an error
+            (``error``) or skip the step (``skip_step``).
+        ns_guard_every: Optimizer steps between two measurements of a residual. Each measures one
+            orthogonalized matrix: in step 1 the largest, then all in turn. AMO warns of a residual
+            above 1.1. 0: no measurements.
+        on_config_change: Reaction if a checkpoint was saved with other settings, and they change
+            results: ``error``; ``keep_checkpoint`` continues with the settings of the checkpoint,
+            but cannot keep another ``bfloat16_params``; ``replan`` continues with those of this
+            run, and AMO drops a plan that other settings made.
+
+    Raises:
+        ValueError: A field has an invalid value; the message has the field, the value found and the
+            expected ones.
+    """
 
     momentum: float = 0.95
-    """Decay of the momentum buffer B, which takes the gradient G: ``B = momentum * B + G``; in
-    [0, 1)."""
     nesterov: bool | float = True
-    """Matrix to orthogonalize: ``G + c * B`` for a number ``c`` in [0, 10], which true sets to
-    ``momentum``; ``B`` for false."""
     ns_dtype: str = "auto"
-    """Dtype of the Newton-Schulz iterates and products, a name or PyTorch's own. ``auto``:
-    ``bfloat16``, or ``float32`` on CPUs, of which many compute bfloat16 slowly."""
     update_norm: str = "as_is"
-    """Frobenius norm of the orthogonalized matrix: ``as_is`` keeps the result of Newton-Schulz,
-    which is smaller after fewer steps; ``exact`` scales it to the norm of an exact polar factor,
-    ``sqrt(min(m, n))``, by a factor of at most 2. AMO's default is ``exact``: with ``as_is``, fewer
-    steps also shrink the update, like a lower learning rate. AdaMuon and NorMuon normalize their
-    update again after that."""
     adjust_lr: str = "match_rms_adamw"
-    """Scale of the update of a matrix with m outputs and n inputs, for learning rates tuned for
-    another optimizer: ``match_rms_adamw`` = ``0.2 * sqrt(max(m, n))``; ``original`` (Jordan's
-    Muon) = ``sqrt(max(1, m/n))``; ``spectral`` = ``sqrt(m/n)``."""
     cautious_decay: bool = False
-    """Whether to decay a weight of a matrix only if its update has the sign of the weight."""
     bfloat16_params: str = "nearest"
-    """Rounding of updated bfloat16 parameters, those of AdamW included. ``nearest``: round to the
-    nearest value; ``master``: keep float32 master weights, whose difference from the parameter is
-    optimizer state."""
-    seed: int = 42
-    """Seed of the random choice of observed matrices."""
+    wire_dtype: str | None = None
+    ownership: str = "round_robin"
+    bucket_bytes: int = 24 * 2**20
+    ns_kernels: str = "auto"
+    nonfinite: str = "error"
+    ns_guard_every: int = 100
+    on_config_change: str = "error"
 
     def __post_init__(self) -> None:
         _require_real("momentum", self.momentum, "a number in [0, 1)", 0.0, math.nextafter(1, 0))
@@ -133,87 +173,24 @@ class MathConfig:
         _require_choice("adjust_lr", self.adjust_lr, _ADJUST_LR)
         _require_bool("cautious_decay", self.cautious_decay)
         _require_choice("bfloat16_params", self.bfloat16_params, _BFLOAT16_PARAMS)
-        _require_int("seed", self.seed, 0)
-
-    @property
-    def update_factor(self) -> float:
-        """Factor of the update besides the one that ``adjust_lr`` takes from its shape."""
-        return 0.2 if self.adjust_lr == "match_rms_adamw" else 1.0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ExchangeConfig:
-    """The travel of matrices between ranks, and how their work is run."""
-
-    wire_dtype: str | None = None
-    """Dtype in which ranks send matrices: momentum to the owner, and results back; a name or
-    PyTorch's own. None: ``ns_dtype``, or ``bfloat16`` if ``ns_dtype`` is ``float16``, because
-    momentum can overflow float16."""
-    ownership: str = "round_robin"
-    """Assignment of matrices to owner ranks: ``round_robin``, or ``balanced``, which gives the
-    matrix of most flops first to the rank with the least work."""
-    bucket_bytes: int = 24 * 2**20
-    """Approximate bytes of the matrices that one exchange sends together; a larger matrix is sent
-    alone. Smaller buckets need less memory and overlap better, larger ones need fewer launches."""
-    ns_kernels: str = "auto"
-    """Library that computes the matrix products of Newton-Schulz on CUDA: ``torch``; ``quack``, the
-    symmetric products of quack-kernels (install the extra ``quack``), for bfloat16 or float16 and
-    compute capability 9.0 or newer; ``auto``: ``quack`` if it can run, else ``torch``. Not run on a
-    GPU yet."""
-
-    def __post_init__(self) -> None:
         if self.wire_dtype is not None:
             object.__setattr__(self, "wire_dtype", _name_of(self.wire_dtype))
             _require_choice("wire_dtype", self.wire_dtype, _WIRE_DTYPES)
         _require_choice("ownership", self.ownership, ("round_robin", "balanced"))
         _require_int("bucket_bytes", self.bucket_bytes, 1)
         _require_choice("ns_kernels", self.ns_kernels, ("auto", "torch", "quack"))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GuardConfig:
-    """The guards against bad numbers and changed settings."""
-
-    nonfinite: str = "error"
-    """Reaction to a NaN or inf in a gradient on any rank: all ranks raise an error (``error``) or
-    skip the step (``skip_step``)."""
-    ns_guard_every: int = 100
-    """Optimizer steps between two measurements of a residual. Each measures one orthogonalized
-    matrix: in step 1 the largest, then all in turn. AMO warns of a residual above 1.1. 0: no
-    measurements."""
-    on_config_change: str = "error"
-    """Reaction if a checkpoint was saved with other settings, and they change results: ``error``;
-    ``keep_checkpoint`` continues with the settings of the checkpoint, but cannot keep another
-    ``bfloat16_params``; ``replan`` continues with those of this run, and AMO drops a plan that
-    other settings made."""
-
-    def __post_init__(self) -> None:
+        if self.wire_dtype == "float64" and self.ns_dtype != "float64":
+            expected = f"no wider than float32 with ns_dtype = {self.ns_dtype!r}"
+            fail("wire_dtype", self.wire_dtype, expected)
         _require_choice("nonfinite", self.nonfinite, ("error", "skip_step"))
         _require_int("ns_guard_every", self.ns_guard_every, 0)
         rules = ("error", "keep_checkpoint", "replan")
         _require_choice("on_config_change", self.on_config_change, rules)
 
-
-_Config = TypeVar("_Config", bound="MuonConfig")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MuonConfig(GuardConfig, ExchangeConfig, MathConfig):
-    """Settings of every optimizer of the Muon family: mathematics, exchange and guards.
-
-    Each field can be set from TOML under the same name.
-
-    Raises:
-        ValueError: A field has an invalid value; the message has the field, the value found and the
-            expected ones.
-    """
-
-    def __post_init__(self) -> None:
-        for concern in (MathConfig, ExchangeConfig, GuardConfig):
-            concern.__post_init__(self)
-        if self.wire_dtype == "float64" and self.ns_dtype != "float64":
-            expected = f"no wider than float32 with ns_dtype = {self.ns_dtype!r}"
-            fail("wire_dtype", self.wire_dtype, expected)
+    @property
+    def update_factor(self) -> float:
+        """Factor of the update besides the one that ``adjust_lr`` takes from its shape."""
+        return 0.2 if self.adjust_lr == "match_rms_adamw" else 1.0
 
     def on_device(self: _Config, device: str) -> _Config:
         """Settings with the dtypes in force on a kind of device, in place of ``auto`` and None."""
@@ -229,48 +206,62 @@ class MuonConfig(GuardConfig, ExchangeConfig, MathConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PlanConfig:
-    """The observation of spectra, and the plan made from them."""
+class AMOConfig(MuonConfig):
+    """Settings of Adaptive Muon Orthogonalization: observe, plan, transition, lock.
 
+    The defaults of observation and transition are the AMO paper's for Qwen3-0.6B and
+    Llama-3.1-760M; that of ``planner`` is not.
+
+    Attributes:
+        update_norm: Norm of the orthogonalized matrix, as in `MuonConfig`; with another default.
+        observe_until: ``T_obs``: optimizer step of the last observation, in which AMO also makes
+            the plan.
+        observe_every: Optimizer steps between observations, a divisor of ``observe_until``. None:
+            AMO makes eight observations, or, if 8 does not divide ``observe_until``, the number
+            from 4 to 15 closest to eight that does.
+        sample_size: Matrices of each operator type in one observation, or all if there are fewer.
+        planner: Objective of the plan. ``measured``: least squared error of the update, computed
+            from the singular values of the sampled matrices, within a budget of flops; with a
+            ``budget_ratio`` of 1 or more this error is never above that of the uniform schedule.
+            ``paper``: least error at one singular value per type, ``ell_target``, within a budget
+            of steps, by the greedy search of the AMO paper, which can give a hard type too few
+            steps.
+        shrinkage: ``alpha``: ``ell_target = alpha * ell_robust + (1 - alpha) * base_ell``, where
+            ``ell_robust`` is the median of the observed ``ell``; in [0, 1]. Only ``planner =
+            paper`` reads it.
+        transition_steps: ``Delta``: optimizer steps of the transition from the uniform schedule to
+            the plan; at least 1.
+        base_steps: ``T_base``: Newton-Schulz steps of every operator type before the plan.
+        base_ell: ``ell_base``: smallest singular value for which the coefficients of the uniform
+            schedule are made; in (0, 0.99].
+        budget_ratio: Budget of the plan as a multiple of the uniform schedule: of its flops with
+            ``planner = measured``, of its steps with ``paper``; in (0, 20].
+        min_steps: Fewest Newton-Schulz steps of a type. If the budget or the uniform schedule needs
+            fewer, AMO lowers the limit and warns.
+        max_steps: Most Newton-Schulz steps of a type. If the budget or the uniform schedule needs
+            more, AMO raises the limit and warns.
+        observe_only: Whether to observe and record without making a plan. The uniform schedule then
+            runs for the whole run.
+        seed: Seed of the random choice of observed matrices.
+    """
+
+    update_norm: str = "exact"
     observe_until: int = 1200
-    """``T_obs``: optimizer step of the last observation, in which AMO also makes the plan."""
     observe_every: int | None = None
-    """Optimizer steps between observations, a divisor of ``observe_until``. None: AMO makes eight
-    observations, or, if 8 does not divide ``observe_until``, the number from 4 to 15 closest to
-    eight that does."""
     sample_size: int = 8
-    """Matrices of each operator type in one observation, or all if there are fewer."""
     planner: str = "measured"
-    """Objective of the plan. ``measured``: least squared error of the update, computed from the
-    singular values of the sampled matrices, within a budget of flops; with a ``budget_ratio`` of 1
-    or more this error is never above that of the uniform schedule. ``paper``: least error at one
-    singular value per type, ``ell_target``, within a budget of steps, by the greedy search of the
-    AMO paper, which can give a hard type too few steps."""
     shrinkage: float = 0.7
-    """``alpha``: ``ell_target = alpha * ell_robust + (1 - alpha) * base_ell``, where ``ell_robust``
-    is the median of the observed ``ell``; in [0, 1]. Only ``planner = paper`` reads it."""
     transition_steps: int = 300
-    """``Delta``: optimizer steps of the transition from the uniform schedule to the plan; at least
-    1."""
     base_steps: int = 5
-    """``T_base``: Newton-Schulz steps of every operator type before the plan."""
     base_ell: float = 1e-3
-    """``ell_base``: smallest singular value for which the coefficients of the uniform schedule are
-    made; in (0, 0.99]."""
     budget_ratio: float = 1.0
-    """Budget of the plan as a multiple of the uniform schedule: of its flops with ``planner =
-    measured``, of its steps with ``paper``; in (0, 20]."""
     min_steps: int = 3
-    """Fewest Newton-Schulz steps of a type. If the budget or the uniform schedule needs fewer, AMO
-    lowers the limit and warns."""
     max_steps: int = 7
-    """Most Newton-Schulz steps of a type. If the budget or the uniform schedule needs more, AMO
-    raises the limit and warns."""
     observe_only: bool = False
-    """Whether to observe and record without making a plan. The uniform schedule then runs for the
-    whole run."""
+    seed: int = 42
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _require_int("observe_until", self.observe_until, 1)
         if self.observe_every is not None:
             _require_int("observe_every", self.observe_every, 1)
@@ -290,6 +281,7 @@ class PlanConfig:
         _require_int("min_steps", self.min_steps, 1, MOST_STEPS)
         _require_int("max_steps", self.max_steps, self.min_steps, MOST_STEPS)
         _require_bool("observe_only", self.observe_only)
+        _require_int("seed", self.seed, 0)
 
     @property
     def interval(self) -> int:
@@ -304,25 +296,9 @@ class PlanConfig:
         """Step at which the plan locks, ``observe_until + transition_steps``."""
         return self.observe_until + self.transition_steps
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AMOConfig(PlanConfig, MuonConfig):
-    """Settings of Adaptive Muon Orthogonalization: observe, plan, transition, lock.
-
-    The defaults of observation and transition are the AMO paper's for Qwen3-0.6B and
-    Llama-3.1-760M; that of ``planner`` is not.
-    """
-
-    update_norm: str = "exact"
-    """Norm of the orthogonalized matrix, as in `MathConfig`; with another default."""
-
-    def __post_init__(self) -> None:
-        MuonConfig.__post_init__(self)
-        PlanConfig.__post_init__(self)
-
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON values, with the interval in force as ``observe_every``."""
-        return {**MuonConfig.to_dict(self), "observe_every": self.interval}
+        return {**super().to_dict(), "observe_every": self.interval}
 
     @classmethod
     def for_run(cls, num_steps: int, **changes: Any) -> AMOConfig:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import importlib.util
 import inspect
@@ -11,11 +10,11 @@ import re
 import shlex
 import warnings
 
+import docstring_parser
 import pytest
 
 import amo_dist
-from amo_dist import AMO, Muon, param_groups
-from amo_dist.config import ExchangeConfig, GuardConfig, MathConfig, PlanConfig
+from amo_dist import AMO, AMOConfig, Muon, MuonConfig, param_groups
 from tests.distributed import models
 from tests.examples import DOCUMENTS, ROOT, code_blocks, fill
 
@@ -24,7 +23,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from torchtitan_ext.cli import build_parser
 
-CONFIGS = (MathConfig, ExchangeConfig, GuardConfig, PlanConfig)
+CONFIGS = (MuonConfig, AMOConfig)
 TABLES = {
     **{config.__name__: "docs/settings.md" for config in CONFIGS},
     "commands": "docs/commands.md",
@@ -35,14 +34,10 @@ ELSEWHERE = ("export", "git", "hf", "python3", "salloc", "sbatch", "source")
 
 
 def field_docs(config: type) -> dict[str, str]:
-    """The string below each field that ``config`` itself declares, on one line."""
-    (body,) = ast.parse(inspect.getsource(config)).body
-    assert isinstance(body, ast.ClassDef)
-    docs = {}
-    for field, doc in zip(body.body, body.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-            is_doc = isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant)
-            docs[field.target.id] = " ".join(str(doc.value.value).split()) if is_doc else ""
+    """The text of each field that ``config`` itself declares, on one line."""
+    params = docstring_parser.parse(config.__doc__ or "").params
+    docs = {param.arg_name: " ".join((param.description or "").split()) for param in params}
+    assert docs.keys() == inspect.get_annotations(config).keys()
     return docs
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from amo_dist.config import NESTEROV, MathConfig, fail
+from amo_dist.config import NESTEROV, MuonConfig, fail
 
 _REQUIRED = ("params", "algorithm", "lr", "lr_multiplier", "weight_decay", "betas", "eps")
 """Keys that every parameter group must have."""
@@ -141,7 +141,7 @@ def learning_rate(group: Mapping[str, Any]) -> float | Tensor:
     return float(rate) if is_on_cpu else rate
 
 
-def momentum_of(group: Mapping[str, Any], config: MathConfig) -> tuple[float, float | None]:
+def momentum_of(group: Mapping[str, Any], config: MuonConfig) -> tuple[float, float | None]:
     """Momentum of a group, and its coefficient of the buffer, None for the buffer alone.
 
     They are those of the settings by default.

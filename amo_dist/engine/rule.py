@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from amo_dist.config import MathConfig
+from amo_dist.config import MuonConfig
 from amo_dist.distributed.layout import Matrix
 from amo_dist.engine.parameters import Param, Parameters, Piece
 from amo_dist.engine.world import World
@@ -54,7 +54,7 @@ class UpdateRule:
     sets_weights: ClassVar[bool] = False
     """Whether `post` returns new weights in place of updates; decay is then its own affair."""
 
-    def __init__(self, config: MathConfig) -> None:
+    def __init__(self, config: MuonConfig) -> None:
         kind = type(self)
         if kind.scale is not UpdateRule.scale and config.adjust_lr != "match_rms_adamw":
             raise ValueError(

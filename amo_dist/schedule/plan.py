@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple, TypeAlias
 
-from amo_dist.config import PlanConfig, fail, sort_operator_types
+from amo_dist.config import AMOConfig, fail, sort_operator_types
 from amo_dist.schedule import allocate
 from amo_dist.schedule.polar_express import error_curve, schedule_for, times_safety
 
@@ -199,7 +199,7 @@ class Plan:
 # ---------------------------------------------------------------- planners
 
 
-def plan_range(config: PlanConfig, num_types: int = 1) -> tuple[int, int]:
+def plan_range(config: AMOConfig, num_types: int = 1) -> tuple[int, int]:
     """Fewest and most steps that a plan may give an operator type.
 
     Args:
@@ -217,7 +217,7 @@ def plan_range(config: PlanConfig, num_types: int = 1) -> tuple[int, int]:
     return low, high
 
 
-def check_budget(config: PlanConfig, costs: Sequence[int]) -> int:
+def check_budget(config: AMOConfig, costs: Sequence[int]) -> int:
     """The budget of a plan: flops, or steps for ``paper``.
 
     Args:
@@ -240,7 +240,7 @@ def check_budget(config: PlanConfig, costs: Sequence[int]) -> int:
     return budget
 
 
-def candidates(config: PlanConfig) -> tuple[tuple[int, float], ...]:
+def candidates(config: AMOConfig) -> tuple[tuple[int, float], ...]:
     """Numbers of steps, each with every ``ell``, whose errors an observation measures.
 
     None for ``paper``. The uniform schedule is always among them.
@@ -252,7 +252,7 @@ def candidates(config: PlanConfig) -> tuple[tuple[int, float], ...]:
     return tuple((k, ell) for k in sorted(steps) for ell in sorted(ells))
 
 
-def best_curve(config: PlanConfig, errors: Sequence[float]) -> ErrorCurve:
+def best_curve(config: AMOConfig, errors: Sequence[float]) -> ErrorCurve:
     """The ``ell`` of least error for each number of steps; ties go to the greater.
 
     Args:
@@ -276,7 +276,7 @@ def best_curve(config: PlanConfig, errors: Sequence[float]) -> ErrorCurve:
 
 
 def make_plan(
-    config: PlanConfig,
+    config: AMOConfig,
     curves: Mapping[str, ErrorCurve],
     weights: Sequence[float],
     costs: Sequence[int] | None,
@@ -324,7 +324,7 @@ def make_plan(
 
 
 def plan_paper(
-    config: PlanConfig, ell_target: Mapping[str, float], costs: Sequence[int] | None = None
+    config: AMOConfig, ell_target: Mapping[str, float], costs: Sequence[int] | None = None
 ) -> Plan:
     """Plan as the paper does, by the error that schedules leave at one singular value of each type.
 
@@ -348,7 +348,7 @@ def plan_paper(
     return make_plan(config, curves, (1.0,) * len(names), costs)
 
 
-def shrunk(config: PlanConfig, ell_robust: float) -> float:
+def shrunk(config: AMOConfig, ell_robust: float) -> float:
     """Target of the paper, ``shrinkage * ell + (1 - shrinkage) * base_ell``, rounded once."""
     alpha = allocate.exact_ratio(config.shrinkage)
     return float(alpha * Fraction(ell_robust) + (1 - alpha) * Fraction(config.base_ell))
@@ -369,7 +369,7 @@ def _round_to_sum(values: Sequence[Fraction]) -> list[int]:
     return counts
 
 
-def remarks(plan: Plan, config: PlanConfig) -> list[str]:
+def remarks(plan: Plan, config: AMOConfig) -> list[str]:
     """Lines for the log on a plan that departs from the settings, or starves a type."""
     lines = starved(plan)
     if (plan.min_steps, plan.max_steps) != (config.min_steps, config.max_steps):

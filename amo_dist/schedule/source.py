@@ -39,8 +39,9 @@ _Item = TypeVar("_Item")
 PHASES = ("observation", "transition", "locked", "uniform")
 """The phases of AMO, in their order; ``uniform`` follows ``observation`` under ``observe_only``."""
 
-_SHARED = {field.name for field in dataclasses.fields(MuonConfig)} - {"update_norm", "adjust_lr"}
-"""Settings of every optimizer of the family by which errors are neither measured nor weighted."""
+_SHARED = {field.name for field in dataclasses.fields(MuonConfig)}
+_KEPT = _SHARED - {"update_norm", "adjust_lr"} | {"seed"}
+"""Settings by which errors are neither measured nor weighted."""
 
 
 class Source:
@@ -407,7 +408,7 @@ class Amo(Source):
         self.observations = tuple(Observation(**record) for record in state["observations"])
         self._sums = {name: errors["totals"] for name, errors in state["errors"].items()}
         self.plan = None if state["plan"] is None else Plan.from_dict(state["plan"])
-        if set(changed) - _SHARED:
+        if set(changed) - _KEPT:
             self._begin, self._sums, self.plan = step, {}, None
         self._check_types()
 

@@ -36,7 +36,7 @@ def tensors_of(fault: str) -> dict[str, Tensor]:
 
 
 MISMATCHES = {
-    "config": ["seed = 42", "seed = 43"],
+    "config": ["momentum = 0.95", "momentum = 0.9"],
     "name": [f"rank 0 has {WK}", "rank 1 has layers.9.attention.wk"],
     "missing": [f"rank 0 has {WK}", "rank 1 has nothing"],
     "order": [f"rank 0 has {WQ}", "rank 1 has "],
@@ -58,7 +58,7 @@ def disagree(rank: int, world_size: int) -> dict[str, str]:
         model = models.build(tensors_of(own))
         groups = param_groups(model, patterns={WK: "attn_other"} if own == "type" else None)
         world, rate = None if own == "layout" else dist.group.WORLD, 0.02 if own == "rate" else 0.01
-        config: Any = MuonConfig(seed=43 if own == "config" else 42)
+        config: Any = MuonConfig(momentum=0.9 if own == "config" else 0.95)
         optimizer = Muon(
             groups,
             rate,

@@ -64,7 +64,6 @@ BAD: dict[str, Any] = {
     "adjust_lr": "adamw",
     "cautious_decay": 1,
     "bfloat16_params": "kahan",
-    "seed": -1,
 }
 SCALES = "adjust_lr: found 'original' with .*Rule, which scales"
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from amo_dist.engine.observe import coefficient_table
-from amo_dist.kernels import spectrum as module
 from amo_dist.kernels.spectrum import (
     SMALL,
     distances,
