@@ -18,7 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard, zeros
 
 from amo_dist.compat import StridedShard, local_of
-from amo_dist.config import Box
+from amo_dist.config import Box, require
 
 Interval = tuple[int, int]
 """Half-open ``(start, stop)``."""
@@ -157,10 +157,9 @@ def _application_order(mesh_shape: Sequence[int], placements: Placements) -> lis
                 order.append((axis, int(placement.split_factor)))
         elif isinstance(placement, Shard):
             order.append((axis, 1))
-        elif not isinstance(placement, Replicate):
-            raise ValueError(
-                f"placements: found {placement}, expected Shard, _StridedShard or Replicate"
-            )
+        else:
+            is_replica = isinstance(placement, Replicate)
+            require(is_replica, "placements", placement, "Shard, _StridedShard or Replicate")
     return order + deferred[::-1]
 
 
@@ -245,16 +244,11 @@ def layout_of(tensor: torch.Tensor, name: str, ranks: Sequence[int]) -> TensorLa
         layout = mesh_layout(tensor.shape, mesh.mesh, tensor.placements)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
-    if (rank := mesh.get_rank()) not in layout.ranks:
-        ranks = layout.ranks
-        raise ValueError(f"{name}: found rank {rank}, expected one of its mesh's ranks, {ranks}")
+    rank, ranks = mesh.get_rank(), layout.ranks
+    require(rank in ranks, name, f"rank {rank}", f"one of its mesh's ranks, {ranks}")
     local_shape, expected = tuple(tensor.to_local().shape), layout.local_shape(rank)
-    if local_shape != expected and math.prod(local_shape) + math.prod(expected) > 0:
-        raise ValueError(
-            f"{name}: found a local tensor of shape {local_shape}, expected {expected} of "
-            f"{tuple(tensor.shape)} placed as {tensor.placements} on a mesh of shape "
-            f"{tuple(mesh.mesh.shape)}"
-        )
+    is_equal = local_shape == expected or math.prod(local_shape) + math.prod(expected) == 0
+    require(is_equal, name, f"a local tensor of shape {local_shape}", f"{expected}: {layout.key}")
     return layout
 
 
@@ -339,10 +333,8 @@ def flattened_layout(layout: TensorLayout) -> TensorLayout:
     size = math.prod(inner)
     intervals_by_rank: dict[int, tuple[tuple[Interval, ...], ...]] = {}
     for rank, (outer, along, *last) in layout.intervals_by_rank.items():
-        if any(cuts != ((0, length),) for cuts, length in zip(last, inner, strict=True)):
-            raise ValueError(
-                f"layout: found {layout.key}, expected no shards but along the first two dims"
-            )
+        is_whole = all(cuts == ((0, length),) for cuts, length in zip(last, inner, strict=True))
+        require(is_whole, "layout", layout.key, "no shards but along the first two dims")
         wide = tuple((low * size, high * size) for low, high in along)
         intervals_by_rank[rank] = (outer, wide)
     return dataclasses.replace(

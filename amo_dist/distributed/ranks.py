@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from amo_dist.compat import group_timeout, process_groups, root_mesh
+from amo_dist.config import require
 
 Ranks: TypeAlias = tuple[int, ...]
 """Global ranks, sorted."""
@@ -225,11 +226,9 @@ class Membership:
         if self._group is not None:
             self.ranks = _sorted_members(self._group)
             for ranks in map(_ranks_of_mesh, meshes):
-                if not set(ranks) <= set(self.ranks):
-                    raise ValueError(
-                        f"process_group: found ranks {self.ranks}, expected all of {ranks}, the "
-                        "ranks of a parameter's mesh"
-                    )
+                expected = f"all of {ranks}, the ranks of a parameter's mesh"
+                is_inside = set(ranks) <= set(self.ranks)
+                require(is_inside, "process_group", f"ranks {self.ranks}", expected)
         elif self._roots:
             self.ranks = tuple(sorted(set().union(*map(_ranks_of_mesh, self._roots))))
         else:
@@ -252,20 +251,17 @@ class Membership:
         if device.type != "cpu":
             _devices.update(dict.fromkeys(known.values(), device))
         self._compare_worlds()
-        if self.ranks not in known:
-            raise ValueError(
-                f"process_group: found no group of ranks {list(self.ranks)}, those of the "
-                "parameters' meshes, expected one where they are not the whole job: have all ranks "
-                f"of the job make it, group = dist.new_group({list(self.ranks)}), and pass "
-                "process_group=group"
-            )
+        expected = (
+            "one where they are not the whole job: have all ranks of the job make it, group = "
+            f"dist.new_group({list(self.ranks)}), and pass process_group=group"
+        )
+        missing = f"no group of ranks {list(self.ranks)}, those of the parameters' meshes"
+        require(self.ranks in known, "process_group", missing, expected)
         backends = dist.get_backend_config(known[self.ranks])
-        if f"{device.type}:" not in backends:
-            needed = "'cpu:gloo,cuda:nccl'" if device.type in ("cpu", "cuda") else "one for both"
-            raise ValueError(
-                f"process_group: found the backends {backends!r} and parameters on {device.type}, "
-                f"expected a backend for {device.type}: init_process_group({needed})"
-            )
+        needed = "'cpu:gloo,cuda:nccl'" if device.type in ("cpu", "cuda") else "one for both"
+        expected = f"a backend for {device.type}: init_process_group({needed})"
+        own = f"the backends {backends!r} and parameters on {device.type}"
+        require(f"{device.type}:" in backends, "process_group", own, expected)
         return known[self.ranks]
 
     def groups(
@@ -289,13 +285,12 @@ class Membership:
         missing = [ranks for ranks in rank_sets if len(ranks) > 1 and ranks not in known]
         gathered = gather_json(missing, world).values()
         to_make = sorted({tuple(ranks) for sets in gathered for ranks in sets})
-        if to_make and not _is_whole(self.ranks):
-            raise ValueError(
-                f"process_group: found no group of ranks {list(to_make[0])}, which share a matrix, "
-                f"in a world of ranks {list(self.ranks)}, expected one where these are not the "
-                "whole job: have all ranks of the job make it before the first step, "
-                f"dist.new_group({list(to_make[0])})"
-            )
+        expected = (
+            f"one, as the world, ranks {list(self.ranks)}, is not the whole job: have all ranks of "
+            "the job make it before the first step, by dist.new_group"
+        )
+        unknown = f"no group of ranks {[*to_make, ()][0]}, which share a matrix"
+        require(not to_make or _is_whole(self.ranks), "process_group", unknown, expected)
         for ranks in to_make:
             group = dist.new_group(list(ranks), timeout=_timeout())
             if this_rank() in ranks:
@@ -354,10 +349,8 @@ def replica_ranks(process_group: GroupLike) -> list[int]:
     if process_group is None:
         return [this_rank()]
     if not isinstance(process_group, dist.ProcessGroup):
-        raise ValueError(
-            f"process_group: found {process_group!r} on rank {this_rank()}, expected a process "
-            "group with this rank in it, or a mesh"
-        )
+        own = f"{process_group!r} on rank {this_rank()}"
+        require(False, "process_group", own, "a process group with this rank in it, or a mesh")
     return dist.get_process_group_ranks(process_group)
 
 
@@ -387,11 +380,8 @@ class PicklableGroup:
         is_default, self._ranks = state
         known = _groups_of_the_job() if _is_distributed() and not is_default else {}
         self.group = known.get(self._ranks)
-        if known and self.group is None:
-            raise ValueError(
-                f"process_group: found none of ranks {self._ranks} on rank {this_rank()}, expected "
-                "one, as the optimizer had that was pickled"
-            )
+        is_complete, expected = not known or self.group is not None, "one, as when it was pickled"
+        require(is_complete, "process_group", f"none of ranks {self._ranks}", expected)
 
 
 def _groups_of_the_job() -> dict[Ranks, dist.ProcessGroup]:

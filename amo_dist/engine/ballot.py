@@ -34,6 +34,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from amo_dist.compat import local_of, placements_of
+from amo_dist.config import require
 from amo_dist.distributed.ranks import (
     RankMismatchError,
     check_alike,
@@ -455,19 +456,17 @@ class Ballots:
         misplaced = list[int]()
         for index, param in enumerate(self._params):
             tensor, grad = param.tensor, param.tensor.grad
-            if grad is not None and grad.is_sparse:
-                raise ValueError(f"{param.name}: found a sparse gradient, expected a dense one")
+            if grad is not None:
+                require(not grad.is_sparse, param.name, "a sparse gradient", "a dense one")
             if grad is not None and isinstance(tensor, DTensor):
-                if not isinstance(grad, DTensor):
-                    raise ValueError(f"{param.name}: found a plain gradient, expected a DTensor")
+                is_like = isinstance(grad, DTensor)
+                require(is_like, param.name, "a plain gradient", "a DTensor")
                 if placements_of(grad) != placements_of(tensor):
                     misplaced.append(index)
-                    if self._world.gradient_ranks[index] != param.layout.ranks:
-                        raise ValueError(
-                            f"{param.name}: found a gradient placed as {grad.placements}, expected "
-                            f"{tensor.placements}: ranks without a gradient of their experts "
-                            "cannot help to move it"
-                        )
+                    can_move = self._world.gradient_ranks[index] == param.layout.ranks
+                    own, expected = f"a gradient on {placements_of(grad)}", tensor.placements
+                    remedy = "ranks without a gradient of their experts cannot help to move it"
+                    require(can_move, param.name, own, f"{expected}: {remedy}")
                 local: Tensor = local_of(grad)
                 grad = local.wait() if hasattr(local, "wait") else local
             grads.append(grad)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from amo_dist.config import NESTEROV, MuonConfig, fail
+from amo_dist.config import NESTEROV, MuonConfig, fail, require
 
 _REQUIRED = ("params", "algorithm", "lr", "lr_multiplier", "weight_decay", "betas", "eps")
 """Keys that every parameter group must have."""
@@ -46,10 +46,8 @@ def check_keys(groups: Sequence[Mapping[str, Any]], own_keys: Iterable[str] = ()
         for key in sorted(group.keys() - _KEYS - _NOTES - own, key=str):
             if key not in _OFF or group[key]:
                 known = ", ".join(sorted((_KEYS - {"params", "algorithm", "control"}) | own))
-                raise ValueError(
-                    f"groups[{index}].{key}: found a key that nothing reads, expected one of "
-                    f"{known}"
-                )
+                place, expected = f"groups[{index}].{key}", f"one of {known}"
+                require(False, place, "a key that nothing reads", expected)
 
 
 def check_groups(
@@ -69,8 +67,8 @@ def check_groups(
     """
     for index, group in enumerate(groups):
         place = f"groups[{index}]."
-        if missing := [key for key in _REQUIRED if key not in group]:
-            raise ValueError(f"{place}{missing[0]}: found none, expected its value")
+        for key in _REQUIRED:
+            require(key in group, f"{place}{key}", "none", "its value")
         check_hyperparameters(group, place)
         if group["algorithm"] == "muon":
             try:

@@ -202,12 +202,10 @@ class Parameters:
         """
         for param in self.params:
             tensor, own = param.tensor, state.get(param.tensor, {})
-            if tensor.dtype != param.dtype or tensor.device != self.device:
-                raise ValueError(
-                    f"{param.name}: found {tensor.dtype} on {tensor.device.type}, expected "
-                    f"{param.dtype} on {self.device.type}, as at construction: cast or move the "
-                    "model before the optimizer is built, or back before the step"
-                )
+            if (tensor.dtype, tensor.device) != (param.dtype, self.device):
+                remedy = "cast or move the model before the optimizer is built, or back again"
+                expected = f"{param.dtype} on {self.device}, as at construction: {remedy}"
+                require(False, param.name, f"{tensor.dtype} on {tensor.device}", expected)
             if tensor.shape != param.layout.shape:
                 shape = tuple(tensor.shape)
                 require(False, param.name, f"shape {shape}", f"{param.layout.shape}, as before")

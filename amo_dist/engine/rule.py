@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from amo_dist.config import MuonConfig
+from amo_dist.config import MuonConfig, require
 from amo_dist.distributed.layout import Matrix
 from amo_dist.engine.parameters import Param, Parameters, Piece
 from amo_dist.engine.world import World
@@ -56,19 +56,15 @@ class UpdateRule:
 
     def __init__(self, config: MuonConfig) -> None:
         kind = type(self)
-        if kind.scale is not UpdateRule.scale and config.adjust_lr != "match_rms_adamw":
-            raise ValueError(
-                f"adjust_lr: found {config.adjust_lr!r} with {kind.__name__}, which scales "
-                "updates itself, expected 'match_rms_adamw'"
-            )
+        scales = kind.scale is not UpdateRule.scale
+        own = f"{config.adjust_lr!r} with {kind.__name__}, which scales updates itself"
+        is_default = config.adjust_lr == "match_rms_adamw"
+        require(is_default or not scales, "adjust_lr", own, "'match_rms_adamw'")
         self.config = config
         self.has_pre = kind.pre is not UpdateRule.pre
         self.has_post = kind.post is not UpdateRule.post
-        if self.sets_weights and not self.has_post:
-            raise ValueError(
-                f"{kind.__name__}.sets_weights: found True without `post`, expected one that "
-                "returns new weights"
-            )
+        has_weights, field = self.has_post or not self.sets_weights, f"{kind.__name__}.sets_weights"
+        require(has_weights, field, "True without `post`", "one that returns new weights")
 
     def check(self, group: Mapping[str, Any]) -> None:
         """Refuse hyperparameters that make no sense; at each step, for groups with matrices.

@@ -40,7 +40,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.profiler import record_function
 
-from amo_dist.config import MuonConfig
+from amo_dist.config import MuonConfig, require
 from amo_dist.distributed.bucket import (
     BUCKETS_IN_FLIGHT,
     Bucket,
@@ -266,11 +266,9 @@ class Engine:
         self.update_scales = [UpdateRule.scale(rule, shape) for shape in shapes]
         """Muon's own scale of each matrix, also if the rule has another; plans weight by it."""
         self._sum_sizes = {matrix.name: rule.sums(matrix) for matrix in parameters.matrices}
-        if len(counts := sorted(set(map(len, self._sum_sizes.values())))) > 1:
-            raise ValueError(
-                f"{type(rule).__name__}.sums: found {counts} sums, expected the same number for "
-                "all matrices, with 0 elements for those without one"
-            )
+        counts = sorted(set(map(len, self._sum_sizes.values())))
+        expected = "the same number for all matrices, with 0 elements for those without one"
+        require(len(counts) <= 1, f"{type(rule).__name__}.sums", f"{counts} sums", expected)
         self._owners_version: Hashable = None
         self._exchanges: list[Exchange] = []
         """Exchanges of training, which serve step after step."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from amo_dist.compat import disable_dynamo
-from amo_dist.config import MuonConfig
+from amo_dist.config import MuonConfig, require
 from amo_dist.distributed.layout import local_tensor
 from amo_dist.distributed.ranks import (
     GroupLike,
@@ -49,7 +49,7 @@ from amo_dist.engine.step import Engine, Measurement, Orders
 from amo_dist.engine.world import World, agree_on_world
 from amo_dist.operators.patterns import format_patterns
 from amo_dist.schedule.plan import Plan
-from amo_dist.schedule.source import Observation, Source, as_source
+from amo_dist.schedule.source import Source, as_source
 from amo_dist.schedule.types import Schedule
 from amo_dist.state import control as controls
 from amo_dist.state import load
@@ -425,12 +425,10 @@ class Muon(torch.optim.Optimizer):
             tensors = [tensor for group in self.param_groups for tensor in group["params"]]
             pairs = zip(before.params, tensors, strict=True)
             names = [param.name for param, tensor in pairs if param.tensor is not tensor]
-            raise ValueError(
-                f"{[*names, before.params[0].name][0]}: found another tensor in param_groups than "
-                "before, or another param_groups or state, after the first step or after a state "
-                "was loaded, expected the same: swap parameters (as fully_shard and trainers do) "
-                "first, then load and step"
-            )
+            other = "another tensor in param_groups, or another param_groups or state, after the "
+            other += "first step or after a state was loaded"
+            expected = "the same: swap parameters (as fully_shard and trainers do) first, then load"
+            require(False, [*names, before.params[0].name][0], other, expected)
         self.state.clear()
         state = self._state_to_save()
         # The others may lie on another device, where other dtypes are in force.
@@ -519,11 +517,6 @@ class Muon(torch.optim.Optimizer):
         return getattr(self.source, "plan", None)
 
     @property
-    def observations(self) -> tuple[Observation, ...]:
-        """Observations of the plan, or toward it, in the order of steps."""
-        return tuple(getattr(self.source, "observations", ()))
-
-    @property
     def world(self) -> World | None:
         """Structure on which all ranks agreed at the first step; None before."""
         return self._engine.world if self._engine.is_connected else None
@@ -556,11 +549,9 @@ class Muon(torch.optim.Optimizer):
             ValueError: Before the first step, when no rank knows all matrices, or for a step whose
                 schedule is not known yet.
         """
-        if self.world is None:
-            raise ValueError(
-                "schedules_by_type: found a call before the first step, expected one after it: the "
-                "ranks learn of all matrices then"
-            )
+        is_known, early = self.world is not None, "a call before the first step"
+        expected = "one after it: the ranks learn of all matrices then"
+        require(is_known, "schedules_by_type", early, expected)
         return self.source.schedules(step)
 
     def metrics(self) -> dict[str, float]:
@@ -666,12 +657,9 @@ class Muon(torch.optim.Optimizer):
         Raises:
             ValueError: After construction.
         """
-        if hasattr(self, "_engine"):
-            raise ValueError(
-                "add_param_group: found a group after construction, expected all groups at once, "
-                "as ranks agree on them only once: build a new optimizer with all groups, and copy "
-                "each tensor of old.state into new.state"
-            )
+        late, is_built = "a group after construction", hasattr(self, "_engine")
+        expected = "all groups at once: build a new optimizer, and copy old.state into new.state"
+        require(not is_built, "add_param_group", late, expected)
         super().add_param_group(param_group)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -708,10 +696,8 @@ def check_config(config: Any, kind: type[_Config]) -> _Config:
     if config is None:
         return kind()
     if not isinstance(config, kind):
-        name = kind.__name__
-        raise ValueError(
-            f"config: found a {type(config).__name__}, expected an {name}: config={name}(...)"
-        )
+        own, name = type(config).__name__, kind.__name__
+        raise ValueError(f"config: found a {own}, expected an {name}: config={name}(...)")
     return config
 
 

@@ -301,7 +301,7 @@ def test_what_changes_no_result_may_change(saved: dict[str, Any], fields: dict[s
 def test_replan_observes_once_more_and_plans_with_the_new_settings(saved_at: int) -> None:
     model, optimizer = runs.make()
     runs.train(model, optimizer, 1, saved_at)
-    old = [one.step for one in optimizer.observations]
+    old = [one.step for one in optimizer.source.observations]
     resumed, other = runs.make(**NEW, on_config_change="replan")
     other.load_state_dict(optimizer.state_dict())
     # At or after step 6, the new observe_until, and after one more observation.
@@ -313,7 +313,7 @@ def test_replan_observes_once_more_and_plans_with_the_new_settings(saved_at: int
         runs.train(resumed, other, step, step)
         phases.append(other.phase)
     assert phases == ["observation"] * (plan_at - saved_at) + ["transition", "locked"]
-    seen = [one.step for one in other.observations]
+    seen = [one.step for one in other.source.observations]
     assert seen == [*old, *range((saved_at // 3 + 1) * 3, plan_at + 1, 3)]
 
 

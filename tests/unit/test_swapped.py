@@ -103,7 +103,7 @@ def test_a_swap_that_comes_too_late_is_refused() -> None:
         model, fresh = twins(old)
         swap_lists(optimizer, fresh)
         before = runs.weights(model)
-        with pytest.raises(ValueError, match=f"^{WQ}: found another tensor in param_groups than"):
+        with pytest.raises(ValueError, match=f"^{WQ}: found another tensor in param_groups"):
             runs.train(model, optimizer)
         assert runs.equal(runs.weights(model), before)
 
