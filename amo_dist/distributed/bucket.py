@@ -63,22 +63,30 @@ class Memory:
 
 
 class Place(NamedTuple):
-    """The place of a region in a bucket's memory."""
+    """The place of a region in a bucket's memory.
+
+    Attributes:
+        matrix: Index of the matrix.
+        region: Region of it.
+        tensor: View ``(m, n)`` of the memory.
+    """
 
     matrix: int
-    """Index of the matrix."""
     region: Region
     tensor: Tensor
-    """View ``(m, n)`` of the memory."""
 
 
 class _Packed(NamedTuple):
-    """Regions side by side in memory, as one rank sends or receives them."""
+    """Regions side by side in memory, as one rank sends or receives them.
+
+    Attributes:
+        memory: Bytes of all regions, 1-D.
+        sizes: Bytes by peer.
+        places: Places of the regions.
+    """
 
     memory: Tensor
-    """Bytes of all regions, 1-D."""
     sizes: list[int]
-    """Bytes by peer."""
     places: list[Place]
 
 

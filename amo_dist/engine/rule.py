@@ -40,19 +40,23 @@ class UpdateRule:
     Args:
         config: Mathematics of the optimizer.
 
+    Attributes:
+        defaults: Hyperparameters of the rule: keywords of the optimizer, and keys of its groups.
+            ``lr``, ``weight_decay``, ``betas`` and ``eps`` take the place of the optimizer's own
+            defaults.
+        sum_dtype: Dtype of the sums. Integers add up to the same bits however a matrix is cut;
+            floats do not.
+        sets_weights: Whether `post` returns new weights in place of updates; decay is then its own
+            affair.
+
     Raises:
         ValueError: ``config.adjust_lr`` asks for a scale, and the rule has a `scale` of its own; or
             it `sets_weights` without a `post` that makes them.
     """
 
     defaults: ClassVar[Mapping[str, Any]] = MappingProxyType({})
-    """Hyperparameters of the rule: keywords of the optimizer, and keys of its groups. ``lr``,
-    ``weight_decay``, ``betas`` and ``eps`` take the place of the optimizer's own defaults."""
     sum_dtype: ClassVar[torch.dtype] = torch.float64
-    """Dtype of the sums. Integers add up to the same bits however a matrix is cut; floats do
-    not."""
     sets_weights: ClassVar[bool] = False
-    """Whether `post` returns new weights in place of updates; decay is then its own affair."""
 
     def __init__(self, config: MuonConfig) -> None:
         kind = type(self)
@@ -140,6 +144,9 @@ class MatrixSums:
         pieces: Pieces of this rank, in the order of shares.
         world: Says which ranks share matrices.
         dtype: Dtype of shares and totals, which lie on the device of the parameters.
+
+    Attributes:
+        error: Error of a reduction, after which no rank can go on.
     """
 
     def __init__(
@@ -155,7 +162,6 @@ class MatrixSums:
         self._num_left = max(map(len, sizes.values()), default=0)
         self._num_calls = 0
         self.error: Exception | None = None
-        """Error of a reduction, after which no rank can go on."""
 
     def __call__(self, shares: Sequence[Tensor | None]) -> list[Tensor]:
         """Add up shares over all pieces of each matrix, on all of its ranks.

@@ -230,15 +230,21 @@ class Engine:
         config: Mathematics and exchange, with the dtypes in force.
         process_group: Process group of the user, for `Membership`.
 
+    Attributes:
+        is_connected: Whether all ranks have agreed on their structure; before, ``world`` and
+            ``ballots`` are unset.
+        world: Agreed structure of all ranks.
+        update_scales: Muon's own scale of each matrix, also if the rule has another; plans weight
+            by it.
+        sent_bytes: Bytes of matrices that this rank sent to others in the last step.
+
     Raises:
         ValueError: The settings cannot run with this rule, or the process group does not fit these
             parameters.
     """
 
     is_connected = False
-    """Whether all ranks have agreed on their structure; before, `world` and `ballots` are unset."""
     world: World
-    """Agreed structure of all ranks."""
     ballots: Ballots
 
     def __init__(
@@ -264,7 +270,6 @@ class Engine:
         shapes = [m.shape if m.dim == 0 else m.shape[::-1] for m in parameters.matrices]
         self._scales = [rule.scale(shape) for shape in shapes]
         self.update_scales = [UpdateRule.scale(rule, shape) for shape in shapes]
-        """Muon's own scale of each matrix, also if the rule has another; plans weight by it."""
         self._sum_sizes = {matrix.name: rule.sums(matrix) for matrix in parameters.matrices}
         counts = sorted(set(map(len, self._sum_sizes.values())))
         expected = "the same number for all matrices, with 0 elements for those without one"
@@ -273,7 +278,6 @@ class Engine:
         self._exchanges: list[Exchange] = []
         """Exchanges of training, which serve step after step."""
         self.sent_bytes = 0
-        """Bytes of matrices that this rank sent to others in the last step."""
         self._norms: list[tuple[float, Tensor]] = []
         """`Step.norms` of the last step, for metrics."""
 

@@ -295,13 +295,16 @@ def _precondition_aol(unit: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]
 
 
 class Library(NamedTuple):
-    """Products of Newton-Schulz steps."""
+    """Products of Newton-Schulz steps.
+
+    Attributes:
+        product: `symmetric_product`, or a function in its place.
+        apply: ``apply(factor, x, multiple, is_tall)``: ``multiple * X + factor X``, X being ``x``
+            or, where that is tall, its transpose.
+    """
 
     product: Product
-    """`symmetric_product`, or a function in its place."""
     apply: Callable[[Tensor, Tensor, float, bool], Tensor]
-    """``apply(factor, x, multiple, is_tall)``: ``multiple * X + factor X``, X being ``x`` or, where
-    that is tall, its transpose."""
 
 
 TORCH = Library(symmetric_product, _apply)

@@ -32,12 +32,15 @@ _KEY_NORM = re.compile(r"(k|key)_?(layer)?_?norm|norm_k(ey)?")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Attention:
-    """Weights and biases of one attention's queries and keys, each with its parts."""
+    """Weights and biases of one attention's queries and keys, each with its parts.
+
+    Attributes:
+        rotary: Rows at the end of each query head that rotate with the position; see `Heads`.
+    """
 
     name: str
     held: Sequence[tuple[nn.Parameter, Fused]]
     rotary: int
-    """Rows at the end of each query head that rotate with the position; see `Heads`."""
     num_queries: int
     num_keys: int
 

@@ -55,28 +55,31 @@ class Plan:
     """The plan that AMO commits to. Sequences are in the order of ``operator_types``.
 
     It is complete in itself: every schedule from the plan on follows from it alone.
+
+    Attributes:
+        planner: Rule that made the plan, as the setting names it.
+        budget: Most flops of one optimizer step (``measured``), or exact total of steps
+            (``paper``).
+        min_steps: Fewest steps of a type, after the budget lowered the setting if it had to.
+        max_steps: Most steps of a type, after the budget raised the setting if it had to.
+        costs: Flops of one Newton-Schulz step of all matrices of each type; ``None`` if unknown.
+        weights: Factor by which the error of each type counts: its share in the whole update's
+            squared norm (``measured``), or 1 (``paper``).
+        curves: Errors of each type at ``min_steps`` to ``max_steps`` steps.
+        allocation: Planned steps of each type.
     """
 
     planner: str
-    """Rule that made the plan, as the setting names it."""
     operator_types: tuple[str, ...]
     base_steps: int
     base_ell: float
     budget: int
-    """Most flops of one optimizer step (``measured``), or exact total of steps (``paper``)."""
     min_steps: int
-    """Fewest steps of a type, after the budget lowered the setting if it had to."""
     max_steps: int
-    """Most steps of a type, after the budget raised the setting if it had to."""
     costs: tuple[int, ...] | None
-    """Flops of one Newton-Schulz step of all matrices of each type; ``None`` if unknown."""
     weights: tuple[float, ...]
-    """Factor by which the error of each type counts: its share in the whole update's squared norm
-    (``measured``), or 1 (``paper``)."""
     curves: tuple[ErrorCurve, ...]
-    """Errors of each type at ``min_steps`` to ``max_steps`` steps."""
     allocation: tuple[int, ...]
-    """Planned steps of each type."""
 
     def __str__(self) -> str:
         """Table beside the uniform schedule: ``ell``, steps, error and flops of each type.

@@ -20,16 +20,20 @@ def evaluate(triple: Triple, x: float) -> float:
 class Schedule:
     """How matrices of one operator type are orthogonalized.
 
+    Attributes:
+        coefficients: One ``(a, b, c)`` per Newton-Schulz step; at least one.
+        norm_scale: The input is divided by ``norm_scale`` times its Frobenius norm (unused under
+            ``aol``).
+        preconditioner: ``frobenius`` scales by the norm; ``aol`` scales rows by the Gram matrix
+            instead.
+
     Raises:
         ValueError: A field is malformed; the message names it.
     """
 
     coefficients: tuple[Triple, ...]
-    """One ``(a, b, c)`` per Newton-Schulz step; at least one."""
     norm_scale: float = 1.01
-    """The input is divided by ``norm_scale`` times its Frobenius norm (unused under ``aol``)."""
     preconditioner: str = "frobenius"
-    """``frobenius`` scales by the norm; ``aol`` scales rows by the Gram matrix instead."""
 
     def __post_init__(self) -> None:
         triples = self.coefficients
@@ -62,17 +66,20 @@ class Schedule:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MatrixInfo:
-    """One matrix of the world's registry, wherever its pieces are."""
+    """One matrix of the world's registry, wherever its pieces are.
+
+    Attributes:
+        name: Unique in the world: the parameter's name and the suffix of the matrix inside it.
+        shape: Rows and columns of the whole matrix.
+        operator_type: The type that shares its schedule, e.g. ``attn_q``.
+        rate: Factor on its orthogonalized momentum beside the learning rate: the scale of updates,
+            times ``lr_multiplier`` of its parameter group.
+    """
 
     name: str
-    """Unique in the world: the parameter's name and the suffix of the matrix inside it."""
     shape: tuple[int, int]
-    """Rows and columns of the whole matrix."""
     operator_type: str
-    """The type that shares its schedule, e.g. ``attn_q``."""
     rate: float = 1.0
-    """Factor on its orthogonalized momentum beside the learning rate: the scale of
-    updates, times ``lr_multiplier`` of its parameter group."""
 
     @property
     def weight(self) -> float:
