@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 import torchtitan.components.optimizer as titan
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import AdamW, Optimizer
 from torchtitan.config import Configurable
 from torchtitan.models.common.attention import FusedQKVLinear
 
@@ -186,11 +186,11 @@ def _make(groups: list[dict[str, Any]], config: Any) -> Optimizer:
         "eps": config.eps,
     }
     if config.name == "AdamW":
-        optimizer = make_optimizer(config.name, groups, **options)
-        for group in optimizer.param_groups:
-            kind = config.implementation
-            group |= {"fused": kind == "fused", "foreach": kind == "foreach"}
-        return optimizer
+        kinds = {kind: config.implementation == kind for kind in ("fused", "foreach")}
+        # An implementation is chosen at construction; groups that hold one would overrule it.
+        made = make_optimizer(config.name, groups, **options).param_groups
+        plain = [{key: group[key] for key in group if key not in kinds} for group in made]
+        return AdamW(plain, **options, **kinds)
     own = config.amo if config.name == "AMO" else MuonConfig(**config.muon.shared())
     if config.name == "Muon":
         return Muon(groups, schedule=fixed_schedule(config), config=own, **options)
