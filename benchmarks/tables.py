@@ -31,12 +31,9 @@ def plus_minus(values: Sequence[float], sign: str = "") -> str:
     if len(values) == 0:
         return ""
     mean = f"{statistics.fmean(values):{sign}.4f}"
-    return f"{mean} ± {half_interval(values):.4f}" if len(values) > 2 else mean
-
-
-def half_interval(values: Sequence[float]) -> float:
-    """Half of the 95 % confidence interval of a mean by Student's t; 0 for equal values."""
+    if len(values) < 3:
+        return mean
     from scipy import stats
 
     error = statistics.stdev(values) / math.sqrt(len(values))
-    return float(stats.t.ppf(0.975, len(values) - 1)) * error
+    return f"{mean} ± {stats.t.ppf(0.975, len(values) - 1) * error:.4f}"  # Student's t

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from amo_dist.config import AMOConfig
@@ -42,18 +43,11 @@ MODELS: Mapping[str, Model] = {
 }
 """By name."""
 
-OPTIMIZERS: Mapping[str, str] = {
-    "AdamW": "AdamW",
-    "Muon-KJ": "Muon",
-    "Muon-You": "Muon-You",
-    "Muon-PE": "Muon-PE",
-    "Muon-CANS": "Muon-CANS",
-    "Muon-Turbo": "Muon-Turbo",
-    "AdaMuon": "AdaMuon",
-    "ROOT": "ROOT",
-    "AMO": "AMO",
-}
-"""``optimizer.name`` by the name of the row, in the order of the paper's tables."""
+OPTIMIZERS = (
+    *("AdamW", "Muon-KJ", "Muon-You", "Muon-PE", "Muon-CANS", "Muon-Turbo"),
+    *("AdaMuon", "ROOT", "AMO"),
+)
+"""Rows of the paper's tables in their order: values of ``optimizer.name``, where KJ is `Muon`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,8 +74,6 @@ class Run:
     """``muon``, ``adamw`` or ``continual``: which config of the model it starts from."""
     options: Mapping[str, Value]
     """torchtitan's options beyond the config."""
-    small_options: Mapping[str, Value] = dataclasses.field(default_factory=dict)
-    """Further options where another config stands in for the paper's."""
     tokens: int = 1
     """Multiple of the config's steps and tokens; warmup and learning rate follow."""
     static: StaticSchedule | None = None
@@ -121,6 +113,12 @@ class Experiment:
         """The distinct runs, in the order of their first rows."""
         return list({row.run.name: row.run for row in self.rows}.values())
 
+    def counts_steps(self) -> bool:
+        """Whether rows or options name steps of the paper's runs, which other models do not have."""
+        options = {name for run in self.runs() for name in run.options}
+        names_steps = any(re.search("steps|observe", name) for name in options)
+        return names_steps or any(row.step for row in self.rows)
+
     def for_model(self, model: str | None) -> Experiment:
         """Only the rows of one model.
 
@@ -151,7 +149,7 @@ def run_of(
         name,
         model,
         config,
-        {"optimizer.name": OPTIMIZERS[optimizer], **(options or {})},
+        {"optimizer.name": optimizer.removesuffix("-KJ"), **(options or {})},
         tokens=tokens,
     )
 
@@ -183,12 +181,6 @@ def _continual() -> Experiment:
         name: dataclasses.replace(
             run_of(model, name, "continual"),
             config="continual",
-            # 8580 steps are three times those of the run from scratch.
-            small_options={
-                "training.steps": 8580,
-                "checkpoint.interval": 2000,
-                "checkpoint.keep_latest_k": 0,
-            },
             continues=base.name,
         )
         for name in ("Muon-KJ", "Muon-PE", "AMO")

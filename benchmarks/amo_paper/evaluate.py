@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import importlib.metadata
 import json
-import re
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -64,7 +63,7 @@ def evaluate(checkpoint: Path, model: str, optimizer: str, **options: Any) -> di
 
     asked = SimpleNamespace(**{name: default for name, (_, default, _) in _OPTIONS.items()})
     vars(asked).update(options)
-    names, batch_size = asked.tasks.split(","), _batch_size(asked.batch_size)
+    names = asked.tasks.split(",")
     manager = _task_manager(lm_eval.tasks, names, asked.include_path)
     device = asked.device or ("cuda" if torch.cuda.is_available() else "cpu")
     with _hf_model(checkpoint) as folder:
@@ -77,7 +76,7 @@ def evaluate(checkpoint: Path, model: str, optimizer: str, **options: Any) -> di
                 "add_bos_token": False,
             },
             tasks=names,
-            batch_size=batch_size,
+            batch_size=asked.batch_size,
             device=device,
             limit=asked.limit,
             task_manager=manager,
@@ -119,14 +118,6 @@ def _hf_model(checkpoint: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="amo-hf-") as scratch:
         export.export(checkpoint, Path(scratch), export.find_source(checkpoint))
         yield Path(scratch)
-
-
-def _batch_size(text: str) -> int | str:
-    if text == "auto" or re.fullmatch(r"auto:\d+", text):
-        return text
-    if not re.fullmatch(r"[1-9]\d*", text):
-        raise ValueError(f"--batch-size: found {text!r}, expected a number or 'auto'")
-    return int(text)
 
 
 def _metric(name: str, found: Mapping[str, Any]) -> str:

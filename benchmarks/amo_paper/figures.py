@@ -62,8 +62,7 @@ def draw(run: Run) -> Iterator[tuple[str, Any, str]]:
     """Name, figure and caption of each figure; None for one that the log has no data for."""
     yield "f1", scatter(run), correlations(run)
     yield "f2", report.geometry(run), shares(run)
-    yield "f3_steps", layers_over_steps(run), "Condition numbers of layers over training."
-    yield "f3_depth", profile_over_depth(run), "Condition numbers of layers over depth."
+    yield "f3", profile_over_depth(run), "Condition numbers of layers over depth."
     for name in DEPTH_TYPES:
         if groups := shallow_deep(run.geometry, name):
             step = groups.crossing
@@ -201,25 +200,6 @@ def _few(values: Sequence[int], count: int) -> list[int]:
     if len(values) <= count:
         return list(values)
     return [values[round(i * (len(values) - 1) / (count - 1))] for i in range(count)]
-
-
-def layers_over_steps(run: Run) -> Any:
-    """F3: medians of layers over time."""
-    from matplotlib import colormaps
-
-    by_layer = data.medians(run.geometry, lambda record: record["layer"])
-    if len(by_layer) < 2:
-        return None
-    figure, axes = report.new(3.5)
-    layers = sorted(by_layer)
-    colors = colormaps[LAYERS]
-    for number in _few(layers, 6):
-        place = layers.index(number) / max(len(layers) - 1, 1)
-        line = {"color": colors(place * 0.92), "label": f"layer {number}"}
-        axes.plot(*report.columns(by_layer[number]), **line)
-    report.over_steps(axes, [run], ylabel=f"median {report.KAPPA}", yscale="log")
-    report.legend(figure, axes, columns=3)
-    return figure
 
 
 def profile_over_depth(run: Run) -> Any:

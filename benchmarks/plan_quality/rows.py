@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -62,27 +61,25 @@ def _plan(title: str, measure: str, ratio: float, **fields: Any) -> Row:
     return Row(f"{title}, {ratio}", measure=measure, ratio=ratio, **fields)
 
 
-ROWS: Mapping[str, Row] = MappingProxyType(
-    {
-        "uniform-5": Row("uniform 5", steps=5),
-        "uniform-4": Row("uniform 4", steps=4),
-        "uniform-3": Row("uniform 3", steps=3),
-        "kj": Row("Muon-KJ", named="kj"),
-        "residual-alike-0.8": _plan("residual, alike", "residual", 0.8, weighting="alike"),
-        "residual-0.8": _plan("residual, entries", "residual", 0.8),
-        "distance-0.8": _plan("distance, entries", "distance", 0.8),
-        "distance-0.6": _plan("distance, entries", "distance", 0.6),
-        "distance-0.5": _plan("distance, entries", "distance", 0.5),
-        "distance-0.6-from-1": _plan("distance, entries, 1 to 7 steps", "distance", 0.6, least=1),
-        "direction-0.8": _plan("direction, entries", "direction", 0.8),
-        "depth-0.6-from-1": _plan(
-            "distance, entries, by type and depth, 1 to 7 steps",
-            *("distance", 0.6),
-            least=1,
-            by_depth=True,
-        ),
-    }
-)
+ROWS: Mapping[str, Row] = {
+    "uniform-5": Row("uniform 5", steps=5),
+    "uniform-4": Row("uniform 4", steps=4),
+    "uniform-3": Row("uniform 3", steps=3),
+    "kj": Row("Muon-KJ", named="kj"),
+    "residual-alike-0.8": _plan("residual, alike", "residual", 0.8, weighting="alike"),
+    "residual-0.8": _plan("residual, entries", "residual", 0.8),
+    "distance-0.8": _plan("distance, entries", "distance", 0.8),
+    "distance-0.6": _plan("distance, entries", "distance", 0.6),
+    "distance-0.5": _plan("distance, entries", "distance", 0.5),
+    "distance-0.6-from-1": _plan("distance, entries, 1 to 7 steps", "distance", 0.6, least=1),
+    "direction-0.8": _plan("direction, entries", "direction", 0.8),
+    "depth-0.6-from-1": _plan(
+        "distance, entries, by type and depth, 1 to 7 steps",
+        *("distance", 0.6),
+        least=1,
+        by_depth=True,
+    ),
+}
 """Rows by name, in the order in which they run."""
 
 

@@ -20,7 +20,7 @@ from amo_dist.schedule.polar_express import schedule_for
 from benchmarks.plan_quality.data import Corpus, batches
 from benchmarks.plan_quality.model import Architecture, Decoder
 from benchmarks.plan_quality.rows import BASE_ELL, BASE_STEPS
-from benchmarks.plan_quality.settings import Settings, evenly
+from benchmarks.plan_quality.settings import Settings
 from benchmarks.plan_quality.spectra import momentum_spectra
 
 _VALIDATION_SEED = 2**31 - 1
@@ -100,7 +100,7 @@ def begin(start: Start, architecture: Architecture, corpus: Corpus, settings: Se
     model = Decoder(architecture)
     uniform = schedule_for(BASE_ELL, BASE_STEPS)
     optimizer = build(model, dict.fromkeys(matrix_shapes(model)[0], uniform), start, settings)
-    observed = evenly(settings.observations, 0, start.switch)
+    observed = range(start.switch, 0, -max(start.switch // settings.observations, 1))
     spectra = _train(
         *(model, optimizer, start, corpus, settings),
         steps=range(1, start.switch + 1),
