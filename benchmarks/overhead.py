@@ -2,9 +2,10 @@
 
 ``python -m benchmarks.overhead`` runs AMO on the matrices of one model through observation,
 transition and lock in one process. Overhead of a transition step is the time of its new schedules
-(composed anew at every step) and their digest, in percent of the median locked step. Observation is the time that a step of it (8 matrices
-of each type) takes beyond one without, in turns, shared out over an interval of 150 steps. A
-step here is the optimizer's alone: beside forward and backward every share is smaller.
+(composed anew at every step) and their digest, in percent of the median locked step. Observation is
+the time that a step of it (8 matrices of each type) takes beyond one without, in turns, shared out
+over an interval of 150 steps. A step here is the optimizer's alone: beside forward and backward
+every share is smaller.
 """
 
 from __future__ import annotations

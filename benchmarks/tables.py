@@ -9,21 +9,12 @@ from collections.abc import Sequence
 
 def markdown(header: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
     """A Markdown table with aligned columns; the first column is text, the others numbers."""
-    head, *lines = pad([header, *rows])
-    rule = ["-" * len(head[0]), *("-" * (len(cell) - 1) + ":" for cell in head[1:])]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *lines))
-
-
-def pad(rows: Sequence[Sequence[object]]) -> list[list[str]]:
-    """Pad the cells of a table to the width of their column: text in the first, numbers in others.
-
-    Args:
-        rows: Rows of equally many cells, header included.
-    """
-    texts = [[str(cell) for cell in row] for row in rows]
+    texts = [[str(cell) for cell in row] for row in (header, *rows)]
     # The rule of a Markdown table has at least three characters.
     first, *others = (max(3, *map(len, column)) for column in zip(*texts, strict=True))
-    return [[row[0].ljust(first), *map(str.rjust, row[1:], others)] for row in texts]
+    head, *lines = ([row[0].ljust(first), *map(str.rjust, row[1:], others)] for row in texts)
+    rule = ["-" * first, *("-" * (width - 1) + ":" for width in others)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *lines))
 
 
 def plus_minus(values: Sequence[float], sign: str = "") -> str:

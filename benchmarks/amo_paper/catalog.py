@@ -114,7 +114,7 @@ class Experiment:
         return list({row.run.name: row.run for row in self.rows}.values())
 
     def counts_steps(self) -> bool:
-        """Whether rows or options name steps of the paper's runs, which other models do not have."""
+        """Whether rows or options name steps of the paper's runs; other models have others."""
         options = {name for run in self.runs() for name in run.options}
         names_steps = any(re.search("steps|observe", name) for name in options)
         return names_steps or any(row.step for row in self.rows)

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.amo_paper.results import SHORT
-from benchmarks.tables import pad
+from benchmarks.tables import markdown
 from torchtitan_ext.runs import files
 from torchtitan_ext.runs.run_files import checkpoint_step, find_checkpoint
 from torchtitan_ext.tools import export
@@ -33,8 +33,6 @@ _OPTIONS: Mapping[str, tuple[Callable[[str], Any], Any, str]] = {
     "include_path": (str, None, "folder with tasks of your own, instead of the harness's"),
     "limit": (int, None, "only so many questions of each task, to try out"),
     "batch_size": (str, "auto", "a number or 'auto' (default auto)"),
-    "device": (str, None, "default: the accelerator, where there is one"),
-    "dtype": (str, None, "default: bfloat16 on an accelerator, else float32"),
     "max_length": (int, 4096, "the most tokens the model sees (default 4096)"),
 }
 """What to evaluate, and how: type, default and help of each option."""
@@ -65,13 +63,13 @@ def evaluate(checkpoint: Path, model: str, optimizer: str, **options: Any) -> di
     vars(asked).update(options)
     names = asked.tasks.split(",")
     manager = _task_manager(lm_eval.tasks, names, asked.include_path)
-    device = asked.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device, dtype = ("cuda", "bfloat16") if torch.cuda.is_available() else ("cpu", "float32")
     with _hf_model(checkpoint) as folder:
         found = lm_eval.simple_evaluate(
             model="hf",
             model_args={
                 "pretrained": str(folder),
-                "dtype": asked.dtype or ("float32" if device == "cpu" else "bfloat16"),
+                "dtype": dtype,
                 "max_length": asked.max_length,
                 "add_bos_token": False,
             },
@@ -189,8 +187,7 @@ def run(args: argparse.Namespace) -> int:
         output = folder / f"results{suffix}.json"
     write(record, output)
     scores = [*record["tasks"].items(), ("average", record["average"])]
-    rows = [("task", "score"), *((name, f"{score:.2f}") for name, score in scores)]
-    print(f"{model} with {optimizer}")
-    print("\n".join("  ".join(cells) for cells in pad(rows)))
+    rows = [(name, f"{score:.2f}") for name, score in scores]
+    print(f"{model} with {optimizer}\n\n{markdown(['task', 'score'], rows)}")
     print(f"\nwritten to {output}")
     return 0

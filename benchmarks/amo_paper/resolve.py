@@ -65,8 +65,8 @@ class Job:
     """Length of the run."""
     gpus: int | None
     """GPUs of the paper's run; ``None`` for a stand-in."""
-    prepare: tuple[tuple[str, ...], ...] = ()
-    """Commands that must have run before, each as its arguments after ``amo``."""
+    prepare: tuple[str, ...] = ()
+    """Command that must have run before, as arguments of this package; its output is the last."""
     continues: Path | None = None
     """The checkpoint that it starts from."""
 
@@ -90,8 +90,8 @@ class Job:
 
     def shown(self) -> str:
         """All commands, as one would type them."""
-        lines = [shlex.join((*PAPER, *command)) for command in self.prepare]
-        return "\n".join([*lines, shlex.join(self.on_its_gpus())])
+        before = f"{shlex.join((*PAPER, *self.prepare))}\n" if self.prepare else ""
+        return before + shlex.join(self.on_its_gpus())
 
     def step_of(self, step: int | None) -> int:
         """The step of a checkpoint; the last for ``None``."""
@@ -193,7 +193,7 @@ def _more_tokens(times: int, config: Fields) -> dict[str, Value]:
     }
 
 
-def _static(run: Run, place: Place) -> tuple[dict[str, Value], tuple[tuple[str, ...], ...]]:
+def _static(run: Run, place: Place) -> tuple[dict[str, Value], tuple[str, ...]]:
     """The option that names a run's schedule file, and the command that makes the file."""
     static = run.static
     if static is None:
@@ -209,7 +209,7 @@ def _static(run: Run, place: Place) -> tuple[dict[str, Value], tuple[tuple[str, 
     family = ("--family", static.family) if static.family and not place.small else ()
     rule = ("--rule", static.rule, "--tolerance", static.tolerance)
     command = ("static-schedule", *logs, *rule, *family, "-o", str(path))
-    return {"optimizer.muon.schedule_file": str(path)}, (command,)
+    return {"optimizer.muon.schedule_file": str(path)}, command
 
 
 def _continues(run: Run, place: Place) -> Path | None:

@@ -88,14 +88,14 @@ def best_rate(records: Records, run: Run) -> float:
     return min(tried, key=records.__getitem__, default=run).rate
 
 
-def best_forms(records: Records, architecture: str, num: int) -> list[Form]:
-    """Forms of the least loss at 250 steps, seed 0, each at the best of its rates."""
-    losses: dict[Form, float] = {}
-    for run, loss in records.items():
-        is_like = run == Run(run.form, run.rate, architecture) and run.form in FORMS
-        if is_like and run.form != TODAY:
-            losses[run.form] = min(loss, losses.get(run.form, loss))
-    return sorted(losses, key=losses.__getitem__)[:num]
+def best_forms(records: Records, architecture: str) -> list[Form]:
+    """The form of the least loss at 250 steps with seed 0, today's aside; none without records."""
+    tried = [
+        run
+        for run in records
+        if run == Run(run.form, run.rate, architecture) and run.form in FORMS[1:]
+    ]
+    return [run.form for run in sorted(tried, key=records.__getitem__)[:1]]
 
 
 def jobs(records: Records) -> Iterator[Run]:
@@ -108,7 +108,7 @@ def jobs(records: Records) -> Iterator[Run]:
     for rate in RATES:
         yield from (Run(form, rate, first) for form in FORMS)
     yield from (Run(form, rate, first) for form in SCEPTIC for rate in RATES)
-    chosen = [TODAY, *best_forms(records, first, 1), SCEPTIC[-1]]
+    chosen = [TODAY, *best_forms(records, first), SCEPTIC[-1]]
     lengths = {(2000, 4): (1.0, 0.5), (250, 16): (1.0, 2.0)}  # longer runs want lower rates
     for architecture in (second, first, third):
         yield from (Run(form, rate, architecture) for form in chosen for rate in RATES)
