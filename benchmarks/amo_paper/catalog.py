@@ -9,6 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from amo_dist.config import AMOConfig
 
+GEOMETRY_FILE = "geometry.jsonl"
+"""Log of the callback of the geometry pilot, in the folder of its run."""
+
 Value = str | int | float
 
 
@@ -106,8 +109,6 @@ class Experiment:
     """One line."""
     rows: Sequence[Row]
     """In the order of the paper's table."""
-    kind: str = "scores"
-    """``scores``, ``cost`` or ``geometry``: the kind of its table; `figures` draws geometry."""
 
     def runs(self) -> list[Run]:
         """The distinct runs, in the order of their first rows."""
@@ -335,13 +336,13 @@ def geometry_run(model: str) -> Run:
 
 def _geometry() -> Experiment:
     rows = [Row("geometry", model, geometry_run(model)) for model in MODELS]
-    return Experiment("geometry", "geometry of all matrices while Muon trains", rows, "geometry")
+    return Experiment("geometry", "geometry of all matrices while Muon trains", rows)
 
 
 def _cost() -> Experiment:
     names = {"AdamW": "AdamW", "Muon": "Muon-KJ", "AdaMuon": "AdaMuon", "AMO": "AMO"}
     rows = [Row("Qwen3-1.7B", label, run_of("Qwen3-1.7B", name)) for label, name in names.items()]
-    return Experiment("cost", "time and memory of the optimizers", rows, "cost")
+    return Experiment("cost", "time and memory of the optimizers", rows)
 
 
 EXPERIMENTS: Mapping[str, Experiment] = {

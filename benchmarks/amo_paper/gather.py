@@ -136,7 +136,7 @@ def _mean_of(records: Records, field: str) -> float | None:
 
 def table(experiment: Experiment, found: Sequence[Found]) -> str:
     """The table of an experiment as Markdown, one for each block."""
-    if experiment.kind == "cost":
+    if experiment.name == "cost":
         rows = [[f.label, *(_text(f.cost[name], ".4g") for name in COSTS)] for f in found]
         return markdown(["optimizer", *COSTS], rows)
     blocks = dict.fromkeys(f.block for f in found)

@@ -31,9 +31,9 @@ from amo_dist.distributed.ranks import this_rank
 from amo_dist.engine.hyperparameters import momentum_of
 from amo_dist.kernels.newton_schulz import orthogonalize
 from amo_dist.kernels.spectrum import ns_residual
+from benchmarks.amo_paper.catalog import GEOMETRY_FILE
 from torchtitan_ext.plugin.callbacks import Callback
 from torchtitan_ext.runs.records import append_records, drop_from
-from torchtitan_ext.tools.report.data import GEOMETRY_FILE
 
 SPECTRAL_METRICS = (
     *("sigma_min", "sigma_max", "frobenius", "kappa", "ell", "ell_static"),

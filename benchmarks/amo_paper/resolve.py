@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.amo_paper import catalog
-from benchmarks.amo_paper.catalog import MODELS, Run, Value
+from benchmarks.amo_paper.catalog import GEOMETRY_FILE, MODELS, Run, Value
 from benchmarks.amo_paper.learning_rate import TOKENS_EXPONENT
 from torchtitan_ext.config import files
-from torchtitan_ext.tools.report.data import GEOMETRY_FILE
 
 ROOT = Path(__file__).resolve().parents[2]
 """The repository; relative paths of commands are relative to it."""
@@ -67,8 +66,6 @@ class Job:
     """GPUs of the paper's run; ``None`` for a stand-in."""
     prepare: tuple[str, ...] = ()
     """Command that must have run before, as arguments of this package; its output is the last."""
-    continues: Path | None = None
-    """The checkpoint that it starts from."""
 
     def arguments(self) -> list[str]:
         """Options of torchtitan as arguments, without the config file."""
@@ -131,9 +128,9 @@ def resolve(run: Run, place: Place) -> Job:
     if run.tokens != 1:
         options |= _more_tokens(run.tokens, config)
     static, prepare = _static(run, place)
-    continues = _continues(run, place)
-    if continues is not None:
-        options["checkpoint.initial_load_path"] = str(continues)
+    if run.continues is not None:
+        base = resolve(catalog.ALL_RUNS[run.continues], place)
+        options["checkpoint.initial_load_path"] = f"{base.folder}/checkpoint/step-{base.steps}"
     gpus = model.adamw_gpus if run.config == "adamw" else model.gpus
     return Job(
         run=run,
@@ -143,7 +140,6 @@ def resolve(run: Run, place: Place) -> Job:
         steps=int({**config, **options}["training.steps"]),
         gpus=None if place.small else gpus,
         prepare=prepare,
-        continues=continues,
     )
 
 
@@ -210,10 +206,3 @@ def _static(run: Run, place: Place) -> tuple[dict[str, Value], tuple[str, ...]]:
     rule = ("--rule", static.rule, "--tolerance", static.tolerance)
     command = ("static-schedule", *logs, *rule, *family, "-o", str(path))
     return {"optimizer.muon.schedule_file": str(path)}, command
-
-
-def _continues(run: Run, place: Place) -> Path | None:
-    if run.continues is None:
-        return None
-    job = resolve(catalog.ALL_RUNS[run.continues], place)
-    return job.folder / "checkpoint" / f"step-{job.steps}"

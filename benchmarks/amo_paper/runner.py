@@ -38,8 +38,7 @@ def run_jobs(jobs: Sequence[Job], extra: Sequence[str], ranks: int) -> int:
         0, or the exit status of the first run that failed or was stopped.
 
     Raises:
-        ValueError: The checkpoint that a run starts from is missing, or a command that prepares it
-            failed.
+        ValueError: A command that prepares a run failed.
     """
     todo = [job for job in jobs if not is_done(job)]
     for job in jobs:
@@ -47,7 +46,6 @@ def run_jobs(jobs: Sequence[Job], extra: Sequence[str], ranks: int) -> int:
             print(f"{job.folder.name}: complete, {job.steps} steps")
     for number, job in enumerate(todo, start=1):
         print(f"[{number}/{len(todo)}] {job.folder.name}: {job.steps} steps", flush=True)
-        _require_checkpoint(job)
         _prepare(job)
         status = _train(job, extra, ranks)
         if status != 0:
@@ -55,14 +53,6 @@ def run_jobs(jobs: Sequence[Job], extra: Sequence[str], ranks: int) -> int:
             print(f"{job.folder.name}: {end} (status {status})", file=sys.stderr)
             return status
     return 0
-
-
-def _require_checkpoint(job: Job) -> None:
-    if job.continues is not None and not (ROOT / job.continues / ".metadata").exists():
-        raise ValueError(
-            f"{job.folder.name}: found no checkpoint {job.continues}, expected that of the run it "
-            f"continues, {job.run.continues}; another one: --checkpoint.initial_load_path"
-        )
 
 
 def _prepare(job: Job) -> None:

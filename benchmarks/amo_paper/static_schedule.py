@@ -66,9 +66,8 @@ def read_geometry(path: Path, kinds: Mapping[str, Any]) -> list[dict[str, Any]]:
     Raises:
         ValueError: The file cannot be read, or a field is missing or of another type.
     """
-    if not path.exists():
-        raise ValueError(f"{path}: found no such file, expected a geometry log")
-    records = read_records(path)
+    if not (records := read_records(path)):
+        raise ValueError(f"{path}: found no record, expected a geometry log")
     for number, record in enumerate(records, start=1):
         for key, kind in kinds.items():
             if not isinstance(value := record.get(key), kind):

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from amo_dist.config import sort_operator_types
-from torchtitan_ext.tools.report.data import Run, medians
+from torchtitan_ext.tools.report.data import Run
 
-KAPPA = r"condition number $\kappa$"
 PHASES = {"observation": "#EAF2F8", "transition": "#FDF1DC"}
 """Background of a phase; others have none."""
 
@@ -86,7 +85,7 @@ def _places(run: Run, field: str, name: str = "") -> list[tuple[Any, int, int]]:
     return [(span[0], *ends) for span, ends in zip(spans, itertools.pairwise(edges), strict=False)]
 
 
-def _shade(axes: Any, run: Run, is_named: bool = True) -> None:
+def shade(axes: Any, run: Run, is_named: bool = True) -> None:
     """Backgrounds for phases, named on top where there is room."""
     for phase, left, right in _places(run, "phase"):
         axes.axvspan(left, right, color=PHASES.get(phase, "#FFFFFF"), zorder=-2, lw=0)
@@ -115,7 +114,7 @@ def training(runs: Sequence[Run]) -> Any:
                 dots = {**line(index, f"{run.label}, validation"), "linestyle": "", "marker": "o"}
                 axes.plot(*columns(run.validations), **dots)
         if len(runs) == 1:
-            _shade(axes, runs[0], is_named=field == PANELS[0][1])
+            shade(axes, runs[0], is_named=field == PANELS[0][1])
         over_steps(axes, runs, ylabel=label, xlabel="")
     rows[-1][0].set_xlabel("optimizer step")
     legend(figure, rows[0][0], columns=2)
@@ -146,20 +145,6 @@ def schedule(run: Run) -> Any:
     axes.set_ylim(len(types) - 0.5, -0.5)
     axes.set_yticks(range(len(types)), types)
     axes.grid(False)
-    _shade(axes, run)
+    shade(axes, run)
     over_steps(axes, [run])
-    return figure
-
-
-def geometry(run: Run) -> Any:
-    """Median condition number of each operator type."""
-    by_type = medians(run.geometry, lambda record: record["operator_type"])
-    if not by_type:
-        return None
-    figure, axes = new(3.5)
-    for index, name in enumerate(sort_operator_types(by_type)):
-        axes.plot(*columns(by_type[name]), **line(index, name))
-    over_steps(axes, [run], ylabel=f"median {KAPPA}", yscale="log")
-    _shade(axes, run)
-    legend(figure, axes)
     return figure
