@@ -175,7 +175,7 @@ COMMANDS: list[tuple[int, list[str], list[str]]] = [
     (0, [*HF, "--hf_assets_path=gone"], ["hf_assets_path"]),
     (0, [*HF, "--tokenizer.path=gone/t.json"], ["tokenizer.path"]),
     (0, [*HF, "--hf_assets_path=large"], ["model.flavor"]),
-    (0, [*HF, "--hf_assets_path=broken"], ["hf_assets_path"]),
+    (0, [*HF, "--hf_assets_path=broken"], ["tokenizer.path"]),
     *(
         (0, [*PREFLIGHT, *more, f"--{key}=packed", f"--{key}_path=gone"], [f"{key}_path"])
         for key, *more in (

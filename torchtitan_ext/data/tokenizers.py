@@ -118,9 +118,11 @@ class HFTokenizer(Tokenizer, HuggingFaceTokenizer):
         folder = folder.parent if folder.is_file() else folder
         try:
             content = (folder / "tokenizer.json").read_bytes()
-        except OSError as error:
-            raise ValueError(f"tokenizer.path: found no tokenizer, expected one: {error}") from None
-        super().__init__(tokenizer_path=str(folder))
+            super().__init__(tokenizer_path=str(folder))
+        except Exception as error:  # Those of the library have no class of their own.
+            raise ValueError(
+                f"tokenizer.path: found no tokenizer in {folder}, expected one: {error}"
+            ) from None
         # torchtitan overlooks an end token that is the begin token too.
         name = eos_token or self._get_token_from_config(self._hf_config or {}, "eos_token")
         eos_id = self.tokenizer.token_to_id(name) if name else None

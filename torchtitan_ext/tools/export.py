@@ -148,9 +148,7 @@ def hf_config(name: str, config: Any) -> Any:
         "rms_norm_eps": config.norm.eps,
         "rope_theta": float(rope.theta),
         "tie_word_embeddings": config.enable_weight_tying,
-        "attention_bias": False,
         "bos_token_id": None,
-        "eos_token_id": None,
     }
     if name == "qwen3":
         return transformers.Qwen3Config(**common)

@@ -64,10 +64,9 @@ def run(args: argparse.Namespace) -> int:
             )
     print("loading PyTorch and torchtitan ...", file=sys.stderr, flush=True)
     from torchtitan_ext.config import settings
-    from torchtitan_ext.config.checks import collect, validate_config
+    from torchtitan_ext.config.checks import collect, missing_on_this_machine, validate_config
     from torchtitan_ext.plugin import machine
     from torchtitan_ext.tools.dry_run import dry_run
-    from torchtitan_ext.tools.preflight_here import missing_on_this_machine
     from torchtitan_ext.tools.preflight_memory import check_memory
 
     config = settings.load([f"--{settings.FILE}", args.config, *args.overrides])

@@ -19,7 +19,6 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#33
 DASHES: Sequence[Any] = ("-", "--", "-.", ":")
 
 _RC: Any = {
-    "figure.facecolor": "white",
     "font.size": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -27,7 +26,6 @@ _RC: Any = {
     "grid.color": "#E3E3E3",
     "axes.axisbelow": True,
     "legend.frameon": False,
-    "svg.fonttype": "path",
     "svg.hashsalt": "amo",
 }
 
