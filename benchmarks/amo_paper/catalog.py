@@ -146,13 +146,8 @@ def run_of(
     """A run from scratch of a model with an optimizer, and what differs from its config."""
     name = f"{model}-{optimizer}".lower() + (f"-{suffix}" if suffix else "")
     config = "adamw" if optimizer == "AdamW" else "muon"
-    return Run(
-        name,
-        model,
-        config,
-        {"optimizer.name": optimizer.removesuffix("-KJ"), **(options or {})},
-        tokens=tokens,
-    )
+    options = {"optimizer.name": optimizer.removesuffix("-KJ"), **(options or {})}
+    return Run(name, model, config, options, tokens=tokens)
 
 
 def _main() -> Experiment:
@@ -209,12 +204,7 @@ def _ablation(
 _SWEEPS: Sequence[tuple[str, str, str, Sequence[Value]]] = (
     ("sample-size", "matrices drawn for an observation", "Observation sample size", (4, 8, 16)),
     ("shrinkage", "how far the plan trusts the observations", "Shrinkage", (0, 0.5, 0.7, 1)),
-    (
-        "transition",
-        "steps from the uniform schedule to the plan",
-        "Transition duration",
-        (1, 100, 300, 600),
-    ),
+    ("transition", "steps from uniform to planned", "Transition duration", (1, 100, 300, 600)),
 )
 """Hyperparameters that are swept alone: name, title, block of the table, values."""
 

@@ -8,12 +8,11 @@ MMLU-Pro asks for up to 2048 on top of its examples.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.metadata
 import json
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,7 +41,7 @@ def evaluate(checkpoint: Path, model: str, optimizer: str, **options: Any) -> di
     """Evaluate a checkpoint.
 
     Args:
-        checkpoint: A distributed checkpoint, or a folder with a Hugging Face model.
+        checkpoint: Folder of a distributed checkpoint.
         model: Name of the model in tables.
         optimizer: Name of the row in tables.
         **options: As on the command line, ``max_length=4096``.
@@ -59,16 +58,17 @@ def evaluate(checkpoint: Path, model: str, optimizer: str, **options: Any) -> di
     import lm_eval.tasks
     import torch
 
-    asked = SimpleNamespace(**{name: default for name, (_, default, _) in _OPTIONS.items()})
-    vars(asked).update(options)
+    defaults = {name: default for name, (_, default, _) in _OPTIONS.items()}
+    asked = SimpleNamespace(**defaults | options)
     names = asked.tasks.split(",")
     manager = _task_manager(lm_eval.tasks, names, asked.include_path)
     device, dtype = ("cuda", "bfloat16") if torch.cuda.is_available() else ("cpu", "float32")
-    with _hf_model(checkpoint) as folder:
+    with tempfile.TemporaryDirectory(prefix="amo-hf-") as folder:
+        export.export(checkpoint, Path(folder), export.find_source(checkpoint))
         found = lm_eval.simple_evaluate(
             model="hf",
             model_args={
-                "pretrained": str(folder),
+                "pretrained": folder,
                 "dtype": dtype,
                 "max_length": asked.max_length,
                 "add_bos_token": False,
@@ -105,17 +105,6 @@ def _task_manager(tasks: Any, names: Sequence[str], include_path: str | None) ->
     if unknown := sorted(set(names) - set(manager.all_tasks)):
         raise ValueError(f"--tasks: the harness does not know {', '.join(unknown)}")
     return manager
-
-
-@contextlib.contextmanager
-def _hf_model(checkpoint: Path) -> Iterator[Path]:
-    """A folder with the checkpoint as a Hugging Face model, for as long as it is read."""
-    if (checkpoint / "config.json").is_file():
-        yield checkpoint
-        return
-    with tempfile.TemporaryDirectory(prefix="amo-hf-") as scratch:
-        export.export(checkpoint, Path(scratch), export.find_source(checkpoint))
-        yield Path(scratch)
 
 
 def _metric(name: str, found: Mapping[str, Any]) -> str:
@@ -171,20 +160,12 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: There is no checkpoint, or as :func:`evaluate`.
     """
-    if not (args.checkpoint / "config.json").is_file():
-        args.checkpoint = find_checkpoint(args.checkpoint)
-    model, optimizer = args.model, args.optimizer
-    if model is None or optimizer is None:
-        source = export.find_source(args.checkpoint)
-        model, optimizer = model or source.model.flavor, optimizer or source.optimizer
+    checkpoint = find_checkpoint(args.checkpoint)
+    source = export.find_source(checkpoint)
+    model, optimizer = args.model or source.model.flavor, args.optimizer or source.optimizer
     options = {name: getattr(args, name) for name in _OPTIONS}
-    record = evaluate(args.checkpoint, model, optimizer, **options)
-    output = args.output
-    if output is None:
-        step = record["step"]
-        suffix = "" if step is None else f"-step-{step}"
-        folder = args.checkpoint if step is None else args.checkpoint.parent.parent
-        output = folder / f"results{suffix}.json"
+    record = evaluate(checkpoint, model, optimizer, **options)
+    output = args.output or checkpoint.parent.parent / f"results-{checkpoint.name}.json"
     write(record, output)
     scores = [*record["tasks"].items(), ("average", record["average"])]
     rows = [(name, f"{score:.2f}") for name, score in scores]

@@ -82,7 +82,6 @@ def test_torchtitan_takes_every_option(place: Place) -> None:
             "qwen3-0.6b-amo-5x",
             {"training.steps": 14300, "optimizer.lr": 1.801e-3 * 5**-0.3509},
         ),
-        ("qwen3-300m-muon-kj-a4", {"optimizer.name": "Muon", "optimizer.muon.schedule": "a4"}),
         (
             "llama-3.1-760m-curriculum-muon-cosine-descend",
             {
