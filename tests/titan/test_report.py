@@ -106,6 +106,6 @@ def test_bars_and_lines_are_those_of_the_records(tmp_path: Path) -> None:
         assert rates.lines[0].get_xydata().tolist() == [[s, 1e-6 * s] for s in (1, 20, 30)]
         (bars,) = figures.schedule(run).axes
         widths = sorted({bar.get_width() for bar in bars.patches if bar.get_height() == 0.9})
-        assert widths == [9, 21]  # five steps up to step 21, then two
+        assert widths == [10, 20]  # five steps up to step 20, then two
         flat = data.load(write_run(tmp_path / "flat", metrics[:2]))
         assert figures.schedule(flat) is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -76,19 +75,12 @@ def line(index: int, label: str) -> dict[str, Any]:
     return {"color": COLORS[index % len(COLORS)], "linestyle": dashes, "label": label}
 
 
-def _places(run: Run, field: str, name: str = "") -> list[tuple[Any, int, int]]:
-    """``(value, left, right)`` of each stretch of one value: from its first step to the next's."""
-    spans = run.spans(field, name)
-    edges = [0, *(first for _, first, _ in spans[1:]), run.metrics[-1]["step"]]
-    return [(span[0], *ends) for span, ends in zip(spans, itertools.pairwise(edges), strict=False)]
-
-
 def shade(axes: Any, run: Run, is_named: bool = True) -> None:
     """Backgrounds for phases, named on top where there is room."""
-    for phase, left, right in _places(run, "phase"):
-        axes.axvspan(left, right, color=PHASES.get(phase, "#FFFFFF"), zorder=-2, lw=0)
-        if is_named and right - left > 0.017 * len(phase) * run.metrics[-1]["step"]:
-            place = ((left + right) / 2, 1.02)
+    for phase, first, last in run.spans("phase"):
+        axes.axvspan(first, last + 1, color=PHASES.get(phase, "#FFFFFF"), zorder=-2, lw=0)
+        if is_named and last - first > 0.017 * len(phase) * run.metrics[-1]["step"]:
+            place = ((first + last) / 2, 1.02)
             axes.annotate(phase, place, xycoords=axes.get_xaxis_transform(), ha="center")
 
 
@@ -127,19 +119,19 @@ def schedule(run: Run) -> Any:
     import matplotlib
 
     types = sort_operator_types(run.metrics[-1]["num_steps_by_type"])
-    rows = [_places(run, "num_steps_by_type", name) for name in types]
+    rows = [run.spans("num_steps_by_type", name) for name in types]
     if not any(len(row) > 1 for row in rows):
         return None
     counts, end = [count for row in rows for count, _, _ in row], run.metrics[-1]["step"]
     low, high = min(3, *counts), max(7, *counts)
     figure, axes = new(0.32 * len(types) + 0.9)
     for y, row in enumerate(rows):
-        for count, left, right in row:
+        for count, first, last in row:
             blue = matplotlib.colormaps["Blues"](0.15 + 0.75 * (count - low) / (high - low))
-            axes.barh(y, right - left, left=left, height=0.9, color=blue, lw=0)
-            if right - left > 0.03 * end:
+            axes.barh(y, last + 1 - first, left=first, height=0.9, color=blue, lw=0)
+            if last - first > 0.03 * end:
                 tone = "white" if count > (low + high) / 2 else "#222222"
-                axes.text((left + right) / 2, y, str(count), ha="center", va="center", color=tone)
+                axes.text((first + last) / 2, y, str(count), ha="center", va="center", color=tone)
     axes.set_ylim(len(types) - 0.5, -0.5)
     axes.set_yticks(range(len(types)), types)
     axes.grid(False)
