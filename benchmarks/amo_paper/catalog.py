@@ -20,7 +20,7 @@ class Model:
     """One of the paper's eight models."""
 
     name: str
-    """As the paper's tables call it."""
+    """Name in the paper's tables."""
     stem: str
     """``configs/<stem>.toml``, and ``configs/<stem>_adamw_paper.toml`` for AdamW."""
     family: str
@@ -44,7 +44,7 @@ MODELS: Mapping[str, Model] = {
         Model("Llama-3.1-1.4B", "llama3.1_1.4b", "Llama-3.1", 32, 32),
     )
 }
-"""By name."""
+"""Models by name."""
 
 OPTIMIZERS = (
     *("AdamW", "Muon-KJ", "Muon-You", "Muon-PE", "Muon-CANS", "Muon-Turbo"),
@@ -58,9 +58,9 @@ class StaticSchedule:
     """A schedule file to be made from the geometry pilot before a run."""
 
     rule: str
-    """As ``python -m benchmarks.amo_paper static-schedule --rule``."""
+    """Value of ``--rule`` of ``python -m benchmarks.amo_paper static-schedule``."""
     tolerance: str
-    """As ``--tolerance``."""
+    """Value of its ``--tolerance``."""
     family: str | None
     """Pool of this family, or of all models."""
 
@@ -94,7 +94,7 @@ class Row:
     label: str
     """First cell."""
     run: Run
-    """Where its numbers come from."""
+    """Run that gives its numbers."""
     step: int | None = None
     """Step of the evaluated checkpoint, in the paper's units; the last by default."""
 
@@ -108,7 +108,7 @@ class Experiment:
     title: str
     """One line."""
     rows: Sequence[Row]
-    """In the order of the paper's table."""
+    """Rows in the order of the paper's table."""
 
     def runs(self) -> list[Run]:
         """The distinct runs, in the order of their first rows."""

@@ -42,7 +42,7 @@ def compare(results: Sequence[Result], candidate: str) -> list[Comparison]:
     """Compare one optimizer with all others over the models that both were evaluated on.
 
     Args:
-        results: As :func:`benchmarks.amo_paper.results.read_results` checks them.
+        results: Results of :func:`benchmarks.amo_paper.results.read_results`.
         candidate: The optimizer that is asked to be better.
 
     Returns:
@@ -85,7 +85,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
     """Holm's step-down correction.
 
     Args:
-        p_values: In any order. NaN stays NaN and counts among the tests.
+        p_values: P-values in any order. NaN stays NaN and counts among the tests.
 
     Returns:
         The corrected p-values in the same order, each at most 1.
@@ -140,7 +140,7 @@ def run(args: argparse.Namespace) -> int:
     """Print tables for parsed arguments.
 
     Raises:
-        ValueError: As in :func:`compare` and ``read_results``.
+        ValueError: See :func:`compare` and ``read_results``.
     """
     results = read_results(args.results)
     print(score_table(results))

@@ -1,4 +1,4 @@
-"""From a run in the paper's units to a config file, options and a folder on this machine."""
+"""Config file, options and folder on this machine of a run in the paper's units."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Fields = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Place:
-    """Where runs go, and what they start from."""
+    """Folder of runs, and the model that they train."""
 
     out: Path = Path("outputs/experiments")
     """Parent of the runs' folders; relative to the repository."""
@@ -107,8 +107,8 @@ def resolve(run: Run, place: Place) -> Job:
     """Make a job of a run.
 
     Args:
-        run: Of the catalog.
-        place: Where it goes.
+        run: Run of the catalog.
+        place: Place of its folder.
 
     Returns:
         The job; nothing is written.

@@ -30,7 +30,7 @@ def run_jobs(jobs: Sequence[Job], extra: Sequence[str], ranks: int) -> int:
     """Run the jobs that are not complete, one after another; a started one goes on.
 
     Args:
-        jobs: In order.
+        jobs: Jobs in their order.
         extra: Further options of torchtitan for all of them.
         ranks: Processes of each run.
 

@@ -245,7 +245,7 @@ def run(args: argparse.Namespace) -> int:
     """Write the schedule file for parsed arguments.
 
     Raises:
-        ValueError: As in :func:`read_pool` and :func:`make_table`.
+        ValueError: See :func:`read_pool` and :func:`make_table`.
     """
     pool = read_pool(args.logs, args.family)
     table = make_table(pool, args.rule, args.tolerance)

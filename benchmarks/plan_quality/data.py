@@ -35,7 +35,7 @@ class Corpus:
     train: Tensor
     validation: Tensor
     digest: str
-    """Of all names and contents."""
+    """Digest of all names and contents."""
 
 
 def load(root: Path) -> Corpus:

@@ -28,7 +28,7 @@ from benchmarks.tables import markdown, plus_minus
 RECORDS = Path(__file__).resolve().parents[1] / "results" / "momentum" / "runs.jsonl"
 DECAYS, WEIGHTS = (0.95, 0.9, 0.98), (0.95, 0.0, 0.1, 0.2, 0.3, 0.5)
 RATES = (0.008, 0.016, 0.004)
-"""In the order in which they are tried."""
+"""Rates in the order in which they are tried."""
 BETAS = ((0.9, 0.95), (0.9, 0.99), (0.95, 0.95), (0.8, 0.95))
 ADAMW_RATES = (0.004, 0.002, 0.008, 0.001)
 

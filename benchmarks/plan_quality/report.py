@@ -18,7 +18,7 @@ from benchmarks.tables import markdown, plus_minus
 
 BAR = "uniform-5"
 RATE, STEPS, SWITCH = 8e-3, 250, 100
-"""Of the main table."""
+"""Rate, steps and switch of the main table."""
 TWINS = (
     ("distance-0.8", "uniform-4"),
     ("direction-0.8", "uniform-4"),
@@ -99,7 +99,7 @@ def noise_lines(runs: pd.DataFrame) -> str:
 
 
 def main_table(runs: pd.DataFrame) -> str:
-    """By row: flops, and in each model the loss and its difference from the bar, paired."""
+    """Flops of each row, and in each model the loss and its difference from the bar, paired."""
     columns = [f"{name}: loss, against uniform 5" for name in ARCHITECTURES]
     rows = []
     for title, group in by_row(runs):

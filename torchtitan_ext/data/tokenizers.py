@@ -119,7 +119,7 @@ class HFTokenizer(Tokenizer, HuggingFaceTokenizer):
         try:
             content = (folder / "tokenizer.json").read_bytes()
             super().__init__(tokenizer_path=str(folder))
-        except Exception as error:  # Those of the library have no class of their own.
+        except Exception as error:  # Errors of the library have no class of their own.
             raise ValueError(
                 f"tokenizer.path: found no tokenizer in {folder}, expected one: {error}"
             ) from None
