@@ -53,9 +53,6 @@ def main(args: Sequence[str] | None = None) -> int:
         "waits": device.waits.total(),
         "bytes_per_element": round(sum(passes) / num_elements, 1),
     }
-    print(dict(device.operations.most_common(12)), dict(device.waits))
-    bytes_by_name = {name: number / num_elements for name, number in device.bytes.most_common(12)}
-    print({name: round(number, 1) for name, number in bytes_by_name.items()})
     report("launches", [row], options.output, vars(options))
     return 0
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.tables import pad
+from benchmarks.tables import markdown
 
 RESULTS = Path(__file__).resolve().parent / "results"
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -74,15 +74,6 @@ def machine() -> dict[str, Any]:
     }
 
 
-def table(rows: Sequence[Mapping[str, object]]) -> str:
-    """Rows of the same keys as aligned text."""
-    if not rows:
-        return ""
-    header = list(rows[0])
-    cells = [[_cell(row.get(key, "")) for key in header] for row in rows]
-    return "\n".join("  ".join(line) for line in pad([header, *cells]))
-
-
 def _cell(value: object) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
@@ -97,7 +88,8 @@ def report(
 
     Numbers that are not finite become ``null`` in the file.
     """
-    print(table(rows), flush=True)
+    header = list(rows[0])
+    print(markdown(header, [[_cell(row.get(key, "")) for key in header] for row in rows]))
     path = output or RESULTS / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {

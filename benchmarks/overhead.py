@@ -2,10 +2,10 @@
 
 ``python -m benchmarks.overhead`` runs AMO on the matrices of one model through observation,
 transition and lock in one process. Overhead of a transition step is the time of its new schedules
-(composed anew at every step), their digest, and a share of planning; it
-is given in percent of the median locked step. Observation is the time that a step of it (8 matrices
-of each type) takes beyond one without, in turns, shared out over an interval of 150 steps. A
-step here is the optimizer's alone: beside forward and backward every share is smaller.
+(composed anew at every step) and their digest, in percent of the median locked step. Observation is
+the time that a step of it (8 matrices of each type) takes beyond one without, in turns, shared out
+over an interval of 150 steps. A step here is the optimizer's alone: beside forward and backward
+every share is smaller.
 """
 
 from __future__ import annotations
@@ -58,12 +58,10 @@ def measure(options: argparse.Namespace) -> list[dict[str, object]]:
     plan_seconds, transition = _transition(model, settings, options.clock)
     optimizer = AMO(param_groups(make_module(model)), lr=1e-3, config=settings)
     step = _median_seconds(optimizer.step, ROUNDS, options.clock, warmup=3)
-    share = plan_seconds / TRANSITION_STEPS
     seconds = {
         "step": step,
         "plan, once": plan_seconds,
         "schedules and digest of a transition step": transition,
-        "planning and transition, by step of the transition": transition + share,
         "observation, by step at an interval of 150": _observation(model, options) / INTERVAL,
     }
     return [

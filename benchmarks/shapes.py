@@ -13,16 +13,6 @@ from tests.distributed.models import build
 from torchtitan_ext.tools.shapes import MODELS as PAPER_MODELS
 from torchtitan_ext.tools.shapes import DecoderShape
 
-__all__ = [
-    "ELL_BY_TYPE",
-    "MODELS",
-    "DecoderShape",
-    "block",
-    "make_module",
-    "matrices",
-    "shapes_by_name",
-]
-
 MODELS: Mapping[str, DecoderShape] = {**PAPER_MODELS, "small": DecoderShape(4, 96, 288, 4, 4)}
 """The paper's models, and one of 28 matrices of 96 x 96 to 96 x 288, such as a first try has."""
 

@@ -9,21 +9,12 @@ from collections.abc import Sequence
 
 def markdown(header: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
     """A Markdown table with aligned columns; the first column is text, the others numbers."""
-    head, *lines = pad([header, *rows])
-    rule = ["-" * len(head[0]), *("-" * (len(cell) - 1) + ":" for cell in head[1:])]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *lines))
-
-
-def pad(rows: Sequence[Sequence[object]]) -> list[list[str]]:
-    """Pad the cells of a table to the width of their column: text in the first, numbers in others.
-
-    Args:
-        rows: Rows of equally many cells, header included.
-    """
-    texts = [[str(cell) for cell in row] for row in rows]
+    texts = [[str(cell) for cell in row] for row in (header, *rows)]
     # The rule of a Markdown table has at least three characters.
     first, *others = (max(3, *map(len, column)) for column in zip(*texts, strict=True))
-    return [[row[0].ljust(first), *map(str.rjust, row[1:], others)] for row in texts]
+    head, *lines = ([row[0].ljust(first), *map(str.rjust, row[1:], others)] for row in texts)
+    rule = ["-" * first, *("-" * (width - 1) + ":" for width in others)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *lines))
 
 
 def plus_minus(values: Sequence[float], sign: str = "") -> str:
@@ -31,12 +22,9 @@ def plus_minus(values: Sequence[float], sign: str = "") -> str:
     if len(values) == 0:
         return ""
     mean = f"{statistics.fmean(values):{sign}.4f}"
-    return f"{mean} ± {half_interval(values):.4f}" if len(values) > 2 else mean
-
-
-def half_interval(values: Sequence[float]) -> float:
-    """Half of the 95 % confidence interval of a mean by Student's t; 0 for equal values."""
+    if len(values) < 3:
+        return mean
     from scipy import stats
 
     error = statistics.stdev(values) / math.sqrt(len(values))
-    return float(stats.t.ppf(0.975, len(values) - 1)) * error
+    return f"{mean} ± {stats.t.ppf(0.975, len(values) - 1) * error:.4f}"  # Student's t

@@ -17,9 +17,10 @@ from torchtitan_ext.tools.report import command as report
 EXTRAS = {
     **dict.fromkeys(("torchtitan", "torchdata", "tyro", "numpy", "tiktoken"), "titan"),
     **dict.fromkeys(("datatrove", "orjson"), "data"),
+    **dict.fromkeys(("jinja2", "matplotlib"), "plots"),
     "transformers": "eval",
 }
-"""Extra with which a package comes; commands that plan or report do without."""
+"""Extra with which a package comes; commands that plan do without."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -57,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(
             f"error: {missing} is not installed, expected it for this command; "
-            f"pip install 'amo-dist[{EXTRAS[missing]}]' (Python 3.11 or later)",
+            f"pip install 'amo-dist[{EXTRAS[missing]}]' (titan: Python 3.11 or later)",
             file=sys.stderr,
         )
         return 2

@@ -7,8 +7,8 @@ An override for an optimizer replaces the sections of optimizer, checkpoints and
 CUDA graphs off. Its arguments are fields of ``[optimizer]``, ``[optimizer.muon]`` and
 ``[optimizer.amo]`` by their bare names. ``lr``, ``weight_decay``, ``beta1``, ``beta2`` and ``eps``
 default to those of the config's AdamW, and its groups of another rate or without decay stay.
-``amo_dist`` decides by name and shape which parameter is a matrix. ``callbacks`` and ``processor``
-of ``[metrics]``, and ``damaged`` and ``stop_seconds`` of ``[checkpoint]``, are arguments, too.
+``amo_dist`` decides by name and shape which parameter is a matrix. ``callbacks`` of ``[metrics]``,
+and ``damaged`` and ``stop_seconds`` of ``[checkpoint]``, are arguments, too.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ stop.install()
 
 
 OWN_FIELDS: dict[str, type] = {
-    **dict.fromkeys(("callbacks", "processor"), MetricsProcessor.Config),
+    "callbacks": MetricsProcessor.Config,
     **dict.fromkeys(("damaged", "stop_seconds"), CheckpointManager.Config),
 }
 """Section of each argument that torchtitan's command line does not know."""

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from amo_dist.config import AMOConfig
+
+GEOMETRY_FILE = "geometry.jsonl"
+"""Log of the callback of the geometry pilot, in the folder of its run."""
 
 Value = str | int | float
 
@@ -16,7 +20,7 @@ class Model:
     """One of the paper's eight models."""
 
     name: str
-    """As the paper's tables call it."""
+    """Name in the paper's tables."""
     stem: str
     """``configs/<stem>.toml``, and ``configs/<stem>_adamw_paper.toml`` for AdamW."""
     family: str
@@ -40,20 +44,13 @@ MODELS: Mapping[str, Model] = {
         Model("Llama-3.1-1.4B", "llama3.1_1.4b", "Llama-3.1", 32, 32),
     )
 }
-"""By name."""
+"""Models by name."""
 
-OPTIMIZERS: Mapping[str, str] = {
-    "AdamW": "AdamW",
-    "Muon-KJ": "Muon",
-    "Muon-You": "Muon-You",
-    "Muon-PE": "Muon-PE",
-    "Muon-CANS": "Muon-CANS",
-    "Muon-Turbo": "Muon-Turbo",
-    "AdaMuon": "AdaMuon",
-    "ROOT": "ROOT",
-    "AMO": "AMO",
-}
-"""``optimizer.name`` by the name of the row, in the order of the paper's tables."""
+OPTIMIZERS = (
+    *("AdamW", "Muon-KJ", "Muon-You", "Muon-PE", "Muon-CANS", "Muon-Turbo"),
+    *("AdaMuon", "ROOT", "AMO"),
+)
+"""Rows of the paper's tables in their order: values of ``optimizer.name``, where KJ is `Muon`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,9 +58,9 @@ class StaticSchedule:
     """A schedule file to be made from the geometry pilot before a run."""
 
     rule: str
-    """As ``python -m benchmarks.amo_paper static-schedule --rule``."""
+    """Value of ``--rule`` of ``python -m benchmarks.amo_paper static-schedule``."""
     tolerance: str
-    """As ``--tolerance``."""
+    """Value of its ``--tolerance``."""
     family: str | None
     """Pool of this family, or of all models."""
 
@@ -80,8 +77,6 @@ class Run:
     """``muon``, ``adamw`` or ``continual``: which config of the model it starts from."""
     options: Mapping[str, Value]
     """torchtitan's options beyond the config."""
-    small_options: Mapping[str, Value] = dataclasses.field(default_factory=dict)
-    """Further options where another config stands in for the paper's."""
     tokens: int = 1
     """Multiple of the config's steps and tokens; warmup and learning rate follow."""
     static: StaticSchedule | None = None
@@ -99,7 +94,7 @@ class Row:
     label: str
     """First cell."""
     run: Run
-    """Where its numbers come from."""
+    """Run that gives its numbers."""
     step: int | None = None
     """Step of the evaluated checkpoint, in the paper's units; the last by default."""
 
@@ -113,13 +108,17 @@ class Experiment:
     title: str
     """One line."""
     rows: Sequence[Row]
-    """In the order of the paper's table."""
-    kind: str = "scores"
-    """``scores``, ``cost`` or ``geometry``: the kind of its table; `figures` draws geometry."""
+    """Rows in the order of the paper's table."""
 
     def runs(self) -> list[Run]:
         """The distinct runs, in the order of their first rows."""
         return list({row.run.name: row.run for row in self.rows}.values())
+
+    def counts_steps(self) -> bool:
+        """Whether rows or options name steps of the paper's runs; other models have others."""
+        options = {name for run in self.runs() for name in run.options}
+        names_steps = any(re.search("steps|observe", name) for name in options)
+        return names_steps or any(row.step for row in self.rows)
 
     def for_model(self, model: str | None) -> Experiment:
         """Only the rows of one model.
@@ -147,13 +146,8 @@ def run_of(
     """A run from scratch of a model with an optimizer, and what differs from its config."""
     name = f"{model}-{optimizer}".lower() + (f"-{suffix}" if suffix else "")
     config = "adamw" if optimizer == "AdamW" else "muon"
-    return Run(
-        name,
-        model,
-        config,
-        {"optimizer.name": OPTIMIZERS[optimizer], **(options or {})},
-        tokens=tokens,
-    )
+    options = {"optimizer.name": optimizer.removesuffix("-KJ"), **(options or {})}
+    return Run(name, model, config, options, tokens=tokens)
 
 
 def _main() -> Experiment:
@@ -183,12 +177,6 @@ def _continual() -> Experiment:
         name: dataclasses.replace(
             run_of(model, name, "continual"),
             config="continual",
-            # 8580 steps are three times those of the run from scratch.
-            small_options={
-                "training.steps": 8580,
-                "checkpoint.interval": 2000,
-                "checkpoint.keep_latest_k": 0,
-            },
             continues=base.name,
         )
         for name in ("Muon-KJ", "Muon-PE", "AMO")
@@ -216,12 +204,7 @@ def _ablation(
 _SWEEPS: Sequence[tuple[str, str, str, Sequence[Value]]] = (
     ("sample-size", "matrices drawn for an observation", "Observation sample size", (4, 8, 16)),
     ("shrinkage", "how far the plan trusts the observations", "Shrinkage", (0, 0.5, 0.7, 1)),
-    (
-        "transition",
-        "steps from the uniform schedule to the plan",
-        "Transition duration",
-        (1, 100, 300, 600),
-    ),
+    ("transition", "steps from uniform to planned", "Transition duration", (1, 100, 300, 600)),
 )
 """Hyperparameters that are swept alone: name, title, block of the table, values."""
 
@@ -343,13 +326,13 @@ def geometry_run(model: str) -> Run:
 
 def _geometry() -> Experiment:
     rows = [Row("geometry", model, geometry_run(model)) for model in MODELS]
-    return Experiment("geometry", "geometry of all matrices while Muon trains", rows, "geometry")
+    return Experiment("geometry", "geometry of all matrices while Muon trains", rows)
 
 
 def _cost() -> Experiment:
     names = {"AdamW": "AdamW", "Muon": "Muon-KJ", "AdaMuon": "AdaMuon", "AMO": "AMO"}
     rows = [Row("Qwen3-1.7B", label, run_of("Qwen3-1.7B", name)) for label, name in names.items()]
-    return Experiment("cost", "time and memory of the optimizers", rows, "cost")
+    return Experiment("cost", "time and memory of the optimizers", rows)
 
 
 EXPERIMENTS: Mapping[str, Experiment] = {

@@ -30,11 +30,11 @@ class Comparison:
     """Models that both were evaluated on; the degrees of freedom are one fewer."""
     improvement: float
     """Mean over the models of the difference of averages, in percentage points."""
-    t: float
+    t: float = math.nan
     """The t statistic; NaN with fewer than two models, or where all differences are equal."""
-    p: float
+    p: float = math.nan
     """One-sided p-value, uncorrected; NaN where there is no ``t``."""
-    p_holm: float
+    p_holm: float = math.nan
     """The p-value after Holm's correction over all comparisons."""
 
 
@@ -42,7 +42,7 @@ def compare(results: Sequence[Result], candidate: str) -> list[Comparison]:
     """Compare one optimizer with all others over the models that both were evaluated on.
 
     Args:
-        results: As :func:`benchmarks.amo_paper.results.read_results` checks them.
+        results: Results of :func:`benchmarks.amo_paper.results.read_results`.
         candidate: The optimizer that is asked to be better.
 
     Returns:
@@ -60,14 +60,12 @@ def compare(results: Sequence[Result], candidate: str) -> list[Comparison]:
         raise ValueError(f"--candidate: found {candidate!r}, expected one of those read: {known}")
     names = [name for name in averages if name != candidate]
     plain = [_compare_one(name, averages[candidate], averages[name]) for name in names]
-    corrected = holm([p for *_, p in plain])
-    return [Comparison(*one, p_holm) for one, p_holm in zip(plain, corrected, strict=True)]
+    pairs = zip(plain, holm([one.p for one in plain]), strict=True)
+    return [dataclasses.replace(one, p_holm=p_holm) for one, p_holm in pairs]
 
 
-def _compare_one(
-    name: str, candidate: dict[str, float], baseline: dict[str, float]
-) -> tuple[str, int, float, float, float]:
-    """The fields of a `Comparison` but for the last."""
+def _compare_one(name: str, candidate: dict[str, float], baseline: dict[str, float]) -> Comparison:
+    """The comparison without a correction."""
     models = [model for model in candidate if model in baseline]
     if not models:
         raise ValueError(f"{name}: found no model in common with the candidate, expected some")
@@ -76,18 +74,18 @@ def _compare_one(
     improvement = statistics.fmean(differences)
     # Equal differences have no variance, and averages carry rounding errors of some 1e-14.
     if len(models) < 2 or max(differences) - min(differences) < 1e-9:
-        return name, len(models), improvement, math.nan, math.nan
+        return Comparison(name, len(models), improvement)
     from scipy import stats
 
     test = stats.ttest_rel(*zip(*pairs, strict=True), alternative="greater")
-    return name, len(models), improvement, float(test.statistic), float(test.pvalue)
+    return Comparison(name, len(models), improvement, float(test.statistic), float(test.pvalue))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
     """Holm's step-down correction.
 
     Args:
-        p_values: In any order. NaN stays NaN and counts among the tests.
+        p_values: P-values in any order. NaN stays NaN and counts among the tests.
 
     Returns:
         The corrected p-values in the same order, each at most 1.
@@ -142,7 +140,7 @@ def run(args: argparse.Namespace) -> int:
     """Print tables for parsed arguments.
 
     Raises:
-        ValueError: As in :func:`compare` and ``read_results``.
+        ValueError: See :func:`compare` and ``read_results``.
     """
     results = read_results(args.results)
     print(score_table(results))

@@ -8,19 +8,17 @@ MMLU-Pro asks for up to 2048 on top of its examples.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.metadata
 import json
-import re
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.amo_paper.results import SHORT
-from benchmarks.tables import pad
+from benchmarks.tables import markdown
 from torchtitan_ext.runs import files
 from torchtitan_ext.runs.run_files import checkpoint_step, find_checkpoint
 from torchtitan_ext.tools import export
@@ -34,8 +32,6 @@ _OPTIONS: Mapping[str, tuple[Callable[[str], Any], Any, str]] = {
     "include_path": (str, None, "folder with tasks of your own, instead of the harness's"),
     "limit": (int, None, "only so many questions of each task, to try out"),
     "batch_size": (str, "auto", "a number or 'auto' (default auto)"),
-    "device": (str, None, "default: the accelerator, where there is one"),
-    "dtype": (str, None, "default: bfloat16 on an accelerator, else float32"),
     "max_length": (int, 4096, "the most tokens the model sees (default 4096)"),
 }
 """What to evaluate, and how: type, default and help of each option."""
@@ -45,7 +41,7 @@ def evaluate(checkpoint: Path, model: str, optimizer: str, **options: Any) -> di
     """Evaluate a checkpoint.
 
     Args:
-        checkpoint: A distributed checkpoint, or a folder with a Hugging Face model.
+        checkpoint: Folder of a distributed checkpoint.
         model: Name of the model in tables.
         optimizer: Name of the row in tables.
         **options: As on the command line, ``max_length=4096``.
@@ -62,22 +58,23 @@ def evaluate(checkpoint: Path, model: str, optimizer: str, **options: Any) -> di
     import lm_eval.tasks
     import torch
 
-    asked = SimpleNamespace(**{name: default for name, (_, default, _) in _OPTIONS.items()})
-    vars(asked).update(options)
-    names, batch_size = asked.tasks.split(","), _batch_size(asked.batch_size)
+    defaults = {name: default for name, (_, default, _) in _OPTIONS.items()}
+    asked = SimpleNamespace(**defaults | options)
+    names = asked.tasks.split(",")
     manager = _task_manager(lm_eval.tasks, names, asked.include_path)
-    device = asked.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    with _hf_model(checkpoint) as folder:
+    device, dtype = ("cuda", "bfloat16") if torch.cuda.is_available() else ("cpu", "float32")
+    with tempfile.TemporaryDirectory(prefix="amo-hf-") as folder:
+        export.export(checkpoint, Path(folder), export.find_source(checkpoint))
         found = lm_eval.simple_evaluate(
             model="hf",
             model_args={
-                "pretrained": str(folder),
-                "dtype": asked.dtype or ("float32" if device == "cpu" else "bfloat16"),
+                "pretrained": folder,
+                "dtype": dtype,
                 "max_length": asked.max_length,
                 "add_bos_token": False,
             },
             tasks=names,
-            batch_size=batch_size,
+            batch_size=asked.batch_size,
             device=device,
             limit=asked.limit,
             task_manager=manager,
@@ -108,25 +105,6 @@ def _task_manager(tasks: Any, names: Sequence[str], include_path: str | None) ->
     if unknown := sorted(set(names) - set(manager.all_tasks)):
         raise ValueError(f"--tasks: the harness does not know {', '.join(unknown)}")
     return manager
-
-
-@contextlib.contextmanager
-def _hf_model(checkpoint: Path) -> Iterator[Path]:
-    """A folder with the checkpoint as a Hugging Face model, for as long as it is read."""
-    if (checkpoint / "config.json").is_file():
-        yield checkpoint
-        return
-    with tempfile.TemporaryDirectory(prefix="amo-hf-") as scratch:
-        export.export(checkpoint, Path(scratch), export.find_source(checkpoint))
-        yield Path(scratch)
-
-
-def _batch_size(text: str) -> int | str:
-    if text == "auto" or re.fullmatch(r"auto:\d+", text):
-        return text
-    if not re.fullmatch(r"[1-9]\d*", text):
-        raise ValueError(f"--batch-size: found {text!r}, expected a number or 'auto'")
-    return int(text)
 
 
 def _metric(name: str, found: Mapping[str, Any]) -> str:
@@ -182,24 +160,15 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: There is no checkpoint, or as :func:`evaluate`.
     """
-    if not (args.checkpoint / "config.json").is_file():
-        args.checkpoint = find_checkpoint(args.checkpoint)
-    model, optimizer = args.model, args.optimizer
-    if model is None or optimizer is None:
-        source = export.find_source(args.checkpoint)
-        model, optimizer = model or source.model.flavor, optimizer or source.optimizer
+    checkpoint = find_checkpoint(args.checkpoint)
+    source = export.find_source(checkpoint)
+    model, optimizer = args.model or source.model.flavor, args.optimizer or source.optimizer
     options = {name: getattr(args, name) for name in _OPTIONS}
-    record = evaluate(args.checkpoint, model, optimizer, **options)
-    output = args.output
-    if output is None:
-        step = record["step"]
-        suffix = "" if step is None else f"-step-{step}"
-        folder = args.checkpoint if step is None else args.checkpoint.parent.parent
-        output = folder / f"results{suffix}.json"
+    record = evaluate(checkpoint, model, optimizer, **options)
+    output = args.output or checkpoint.parent.parent / f"results-{checkpoint.name}.json"
     write(record, output)
     scores = [*record["tasks"].items(), ("average", record["average"])]
-    rows = [("task", "score"), *((name, f"{score:.2f}") for name, score in scores)]
-    print(f"{model} with {optimizer}")
-    print("\n".join("  ".join(cells) for cells in pad(rows)))
+    rows = [(name, f"{score:.2f}") for name, score in scores]
+    print(f"{model} with {optimizer}\n\n{markdown(['task', 'score'], rows)}")
     print(f"\nwritten to {output}")
     return 0

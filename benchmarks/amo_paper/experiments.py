@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,6 @@ from benchmarks.amo_paper import evaluate, gather, runner
 from benchmarks.amo_paper.catalog import EXPERIMENTS, Experiment
 from benchmarks.amo_paper.resolve import QUICKSTART, Job, Place, resolve
 from benchmarks.amo_paper.results import SHORT, check_examples
-from torchtitan_ext.runs import files
 
 
 def add_commands(actions: Any) -> None:
@@ -25,12 +23,7 @@ def add_commands(actions: Any) -> None:
     run.add_argument("--ranks", type=int, help="processes (default: GPUs, or 2 without any)")
     run.set_defaults(overrides=[])
     run.epilog = "Other options go to torchtitan, for all runs."
-    collect = _add(actions, "gather", "print the table of an experiment", _gather)
-    collect.epilog = (
-        "The cost table tells the steps that observe from the others only where every step is "
-        "logged: run that experiment with --metrics.log_freq 1."
-    )
-    collect.add_argument("--results", metavar="FILE", help="also write a file for `compare`")
+    _add(actions, "gather", "print the table of an experiment", _gather)
     evaluate = _add(actions, "evaluate", "evaluate what is complete and not evaluated", _evaluate)
     evaluate.add_argument(
         "--tasks", default=",".join(SHORT), help="default: the twelve tasks of the paper"
@@ -47,8 +40,8 @@ def _add(
     parser.add_argument(
         "--small",
         action="store_true",
-        help=f"on the model of {QUICKSTART}, with steps, rates and horizons scaled to it "
-        "(one model: --model, or the first)",
+        help=f"on the model of {QUICKSTART}, if no option counts steps of the paper's runs "
+        "(in place of one model: --model, or the first)",
     )
     parser.add_argument(
         "--out", type=Path, default=Place().out, help="folder of the runs (default %(default)s)"
@@ -61,10 +54,11 @@ def selection(args: argparse.Namespace) -> tuple[Experiment, Place]:
     """The experiment that arguments name, and where its runs go.
 
     Raises:
-        ValueError: The model is unknown.
+        ValueError: The model is unknown, or the small one has not the experiment's steps.
     """
-    experiment = EXPERIMENTS[args.name]
-    model = args.model
+    experiment, model = EXPERIMENTS[args.name], args.model
+    if args.small and experiment.counts_steps():
+        raise ValueError(f"--small: found {args.name}, whose options count steps of longer runs")
     if args.small and model is None:
         # The stand-in is one model, and would train twice what the paper does on two.
         model = experiment.rows[0].run.model
@@ -111,11 +105,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def _gather(args: argparse.Namespace) -> int:
     experiment, place = selection(args)
-    found = gather.gather(experiment, place)
-    if args.results is not None:
-        content = gather.to_results(found)
-        files.replace(Path(args.results), json.dumps(content, indent=1) + "\n")
-    print(gather.table(experiment, found))
+    print(gather.table(experiment, gather.gather(experiment, place)))
     return 0
 
 

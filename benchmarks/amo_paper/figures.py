@@ -7,15 +7,18 @@ import dataclasses
 import math
 import random
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from amo_dist.config import sort_operator_types
+from benchmarks.amo_paper.catalog import GEOMETRY_FILE
 from benchmarks.amo_paper.static_schedule import NUMBER, read_geometry
 from torchtitan_ext.tools.report import data
 from torchtitan_ext.tools.report import figures as report
 from torchtitan_ext.tools.report.data import Records, Run
 
+KAPPA = r"condition number $\kappa$"
 LAYERS = "cividis"
 """Colour map of depth; even in grey."""
 DEPTH_TYPES = ("attn_q", "mlp_up")
@@ -25,6 +28,14 @@ DEPTH_TYPES = ("attn_q", "mlp_up")
 _KINDS = {"step": int, "operator_type": str, "layer": (int, type(None))} | dict.fromkeys(
     ("kappa", "ns_residual"), NUMBER
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class Tracked(Run):
+    """A run with a geometry log."""
+
+    geometry: Records
+    """Records of the log."""
 
 
 def add_commands(subparsers: Any) -> None:
@@ -46,24 +57,22 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: The run cannot be read, or has no geometry log.
     """
-    read_geometry(args.run_folder / data.GEOMETRY_FILE, _KINDS)  # refuses what it cannot read
-    tracked = data.load(args.run_folder)
+    geometry = read_geometry(args.run_folder / GEOMETRY_FILE, _KINDS)
+    tracked = Tracked(**vars(data.load(args.run_folder)), geometry=geometry)
     args.output.mkdir(parents=True, exist_ok=True)
     with report.style():
         for name, figure, caption in draw(tracked):
-            if figure is not None:
-                path = args.output / f"{name}.png"
-                figure.savefig(path, dpi=200)
-                print(f"{path}  {caption}")
+            path = args.output / f"{name}.png"
+            figure.savefig(path, dpi=200)
+            print(f"{path}  {caption}")
     return 0
 
 
-def draw(run: Run) -> Iterator[tuple[str, Any, str]]:
-    """Name, figure and caption of each figure; None for one that the log has no data for."""
+def draw(run: Tracked) -> Iterator[tuple[str, Any, str]]:
+    """Name, figure and caption of each figure."""
     yield "f1", scatter(run), correlations(run)
-    yield "f2", report.geometry(run), shares(run)
-    yield "f3_steps", layers_over_steps(run), "Condition numbers of layers over training."
-    yield "f3_depth", profile_over_depth(run), "Condition numbers of layers over depth."
+    yield "f2", kappa_by_type(run), shares(run)
+    yield "f3", profile_over_depth(run), "Condition numbers of layers over depth."
     for name in DEPTH_TYPES:
         if groups := shallow_deep(run.geometry, name):
             step = groups.crossing
@@ -72,7 +81,7 @@ def draw(run: Run) -> Iterator[tuple[str, Any, str]]:
             yield f"f4_{name}", shallow_and_deep(run, groups), caption
 
 
-def correlations(run: Run) -> str:
+def correlations(run: Tracked) -> str:
     """Pearson's r of log10 kappa and the residual, in the whole run and by phase."""
     texts = []
     for phase, first, last in [("all", 0, math.inf), *run.spans("phase")]:
@@ -82,7 +91,7 @@ def correlations(run: Run) -> str:
     return f"{', '.join(texts) or 'no r'} (the paper finds 0.67 to 0.91 over its eight models)."
 
 
-def shares(run: Run) -> str:
+def shares(run: Tracked) -> str:
     """Shares of the variance of log10 kappa that lie between operator types, and layers."""
     types = between_share(run.geometry, "operator_type")
     layers = between_share(run.geometry, "layer")
@@ -153,7 +162,7 @@ def shallow_deep(records: Records, name: str) -> Depth | None:
     if size == 0:
         return None
     side = dict.fromkeys(layers[:size], "shallow") | dict.fromkeys(layers[-size:], "deep")
-    by_side = data.medians(records, lambda r: side.get(r["layer"]))
+    by_side = medians(records, lambda r: side.get(r["layer"]))
     shallow, deep = by_side.get("shallow", []), by_side.get("deep", [])
     return Depth(size, shallow, deep, first_crossing(shallow, deep))
 
@@ -171,6 +180,21 @@ def first_crossing(
     return next((step for step, sign in signs if sign != signs[0][1]), None)
 
 
+def medians(
+    records: Records, key: Callable[[Mapping[str, Any]], Any]
+) -> dict[Any, list[tuple[int, float]]]:
+    """``(step, median of kappa over the step's records)``, by a key of the records."""
+    values: dict[Any, dict[int, list[float]]] = {}
+    for record in records:
+        group = key(record)
+        if record.get("kappa") is not None and group is not None:
+            values.setdefault(group, {}).setdefault(record["step"], []).append(record["kappa"])
+    return {
+        group: [(step, statistics.median(kappas)) for step, kappas in sorted(by_step.items())]
+        for group, by_step in values.items()
+    }
+
+
 def conditioning(records: Records) -> list[tuple[float, float, int]]:
     """``(log10 kappa, normalised residual, layer)`` of each record that has all three."""
     return [
@@ -180,17 +204,15 @@ def conditioning(records: Records) -> list[tuple[float, float, int]]:
     ]
 
 
-def scatter(run: Run) -> Any:
+def scatter(run: Tracked) -> Any:
     """F1: condition number of the input against the residual of the result, by depth."""
     points = conditioning(run.geometry)
-    if len(points) < 3:
-        return None
     figure, axes = report.new(3.5)
     random.Random(0).shuffle(points)  # so that no layer covers all others
     xs, ys, layers = zip(*points, strict=True)
     dots = axes.scatter([10**x for x in xs], ys, c=layers, cmap=LAYERS, s=13, alpha=0.75)
     residual = r"residual $\|M'M'^{\top}-I\|_F\,/\,\sqrt{\min(m,n)}$"
-    axes.set(xscale="log", xlabel=f"{report.KAPPA} of momentum", ylabel=residual)
+    axes.set(xscale="log", xlabel=f"{KAPPA} of momentum", ylabel=residual)
     axes.set_ylim(bottom=0)
     figure.colorbar(dots, ax=axes, label="layer", ticks=_few(sorted({*layers}), 8))
     return figure
@@ -203,32 +225,23 @@ def _few(values: Sequence[int], count: int) -> list[int]:
     return [values[round(i * (len(values) - 1) / (count - 1))] for i in range(count)]
 
 
-def layers_over_steps(run: Run) -> Any:
-    """F3: medians of layers over time."""
-    from matplotlib import colormaps
-
-    by_layer = data.medians(run.geometry, lambda record: record["layer"])
-    if len(by_layer) < 2:
-        return None
+def kappa_by_type(run: Tracked) -> Any:
+    """F2: median condition number of each operator type."""
+    by_type = medians(run.geometry, lambda record: record["operator_type"])
     figure, axes = report.new(3.5)
-    layers = sorted(by_layer)
-    colors = colormaps[LAYERS]
-    for number in _few(layers, 6):
-        place = layers.index(number) / max(len(layers) - 1, 1)
-        line = {"color": colors(place * 0.92), "label": f"layer {number}"}
-        axes.plot(*report.columns(by_layer[number]), **line)
-    report.over_steps(axes, [run], ylabel=f"median {report.KAPPA}", yscale="log")
-    report.legend(figure, axes, columns=3)
+    for index, name in enumerate(sort_operator_types(by_type)):
+        axes.plot(*report.columns(by_type[name]), **report.line(index, name))
+    report.over_steps(axes, [run], ylabel=f"median {KAPPA}", yscale="log")
+    report.shade(axes, run)
+    report.legend(figure, axes)
     return figure
 
 
-def profile_over_depth(run: Run) -> Any:
+def profile_over_depth(run: Tracked) -> Any:
     """F3: profiles over depth at a few steps."""
     from matplotlib import colormaps
 
-    by_layer = data.medians(run.geometry, lambda record: record["layer"])
-    if len(by_layer) < 2:
-        return None
+    by_layer = medians(run.geometry, lambda record: record["layer"])
     figure, axes = report.new(3.5)
     snapshots = _few(sorted({step for series in by_layer.values() for step, _ in series}), 5)
     colors = colormaps["viridis_r"]
@@ -241,16 +254,14 @@ def profile_over_depth(run: Run) -> Any:
         tone = colors(0.1 + 0.9 * index / max(len(snapshots) - 1, 1))
         options = {"color": tone, "marker": marker, "markersize": 4.5}
         axes.plot(*report.columns(profile), **options, label=f"step {step}")
-    axes.set(xlabel="layer", ylabel=f"median {report.KAPPA}", yscale="log")
+    axes.set(xlabel="layer", ylabel=f"median {KAPPA}", yscale="log")
     report.whole(axes)
     report.legend(figure, axes, columns=3)
     return figure
 
 
-def shallow_and_deep(run: Run, groups: Depth) -> Any:
+def shallow_and_deep(run: Tracked, groups: Depth) -> Any:
     """F4: shallow against deep layers of an operator type."""
-    if not groups.shallow:
-        return None
     figure, axes = report.new()
     size = "layer" if groups.num_layers == 1 else f"{groups.num_layers} layers"
     for series, label, tone, dashes, marker in (
@@ -261,6 +272,6 @@ def shallow_and_deep(run: Run, groups: Depth) -> Any:
         axes.plot(*report.columns(series), **options, label=label)
     if groups.crossing is not None:
         axes.axvline(groups.crossing, color="#444444", lw=1, ls=":")
-    report.over_steps(axes, [run], ylabel=f"median {report.KAPPA}", yscale="log")
+    report.over_steps(axes, [run], ylabel=f"median {KAPPA}", yscale="log")
     report.legend(figure, axes)
     return figure

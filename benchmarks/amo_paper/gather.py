@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from amo_dist.schedule.plan import PLAN_FILE, Plan
 from benchmarks.amo_paper import runner
@@ -55,8 +54,6 @@ COSTS = (
     "throughput (M tokens/s)",
     "peak memory (GiB)",
     "one observation (s)",
-    "step with one (s)",
-    "locked step (s)",
 )
 """Columns of the cost table."""
 
@@ -111,14 +108,12 @@ def _cost(records: Records) -> dict[str, float | None]:
     tokens = records[-1]["num_tokens"] / records[-1]["step"] if records else None
     # A record has the seconds of an observation, on its slowest rank, only after one.
     observations = _values(records, "observe_seconds")
-    by_phase = _seconds_by_phase(records)
     values = (
         step,
         None if optimizer is None else 1e3 * optimizer,
         tokens / step / 1e6 if tokens and step else None,
         memory / 2**30 if memory else None,
         statistics.fmean(observations) if observations else None,
-        *(by_phase.get(phase) for phase in (_WITH_ONE, "locked")),
     )
     return dict(zip(COSTS, values, strict=True))
 
@@ -128,46 +123,20 @@ def _values(records: Records, field: str) -> list[float]:
     return [r[field] for r in records if r.get(field) is not None]
 
 
-def _mean(pairs: Iterable[tuple[int, float]]) -> float | None:
-    """The mean of values weighted by numbers of steps; ``None`` without values."""
-    listed = list(pairs)
-    total = sum(steps for steps, _ in listed)
-    return sum(steps * value for steps, value in listed) / total if total else None
-
-
 def _mean_of(records: Records, field: str) -> float | None:
     """The mean of a field over the steps after the first record."""
-    return _mean(
+    parts = [
         (record["step"] - before["step"], record[field])
         for before, record in itertools.pairwise(records)
         if record.get(field) is not None
-    )
-
-
-_WITH_ONE = "with an observation"
-
-
-def _seconds_by_phase(records: Records) -> dict[str, float | None]:
-    """Mean seconds of a step with an observation, and of those without by phase.
-
-    A record is of all steps since the one before. It counts where they are alike: all of one phase
-    and without an observation, or a single step.
-    """
-    found: dict[str, list[tuple[int, float]]] = {}
-    for before, record in itertools.pairwise(records):
-        span = record["step"] - before["step"]
-        phase, seconds = record.get("phase"), record.get("seconds_per_step")
-        observes = record.get("observe_seconds") is not None
-        if seconds is None or not phase:
-            continue
-        if span == 1 or not (observes or before.get("phase") != phase):
-            found.setdefault(_WITH_ONE if observes else phase, []).append((span, seconds))
-    return {key: _mean(pairs) for key, pairs in found.items()}
+    ]
+    total = sum(steps for steps, _ in parts)
+    return sum(steps * value for steps, value in parts) / total if total else None
 
 
 def table(experiment: Experiment, found: Sequence[Found]) -> str:
     """The table of an experiment as Markdown, one for each block."""
-    if experiment.kind == "cost":
+    if experiment.name == "cost":
         rows = [[f.label, *(_text(f.cost[name], ".4g") for name in COSTS)] for f in found]
         return markdown(["optimizer", *COSTS], rows)
     blocks = dict.fromkeys(f.block for f in found)
@@ -194,12 +163,3 @@ def _block(name: str, rows: Sequence[Found]) -> str:
 
 def _text(value: float | None, form: str) -> str:
     return NOTHING if value is None else format(value, form)
-
-
-def to_results(found: Sequence[Found]) -> list[dict[str, Any]]:
-    """The evaluated rows as the content of a results file, for ``compare``."""
-    return [
-        {"model": f.block, "optimizer": f.label, "tasks": dict(f.tasks), "average": f.average}
-        for f in found
-        if f.tasks
-    ]

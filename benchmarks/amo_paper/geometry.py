@@ -2,10 +2,9 @@
 
 ``--metrics.callbacks=benchmarks.amo_paper.geometry.Geometry`` adds it to a run. The file holds one
 JSON object for each matrix and measured step, as `static_schedule` reads them: ``step``, ``name``,
-``layer`` (``null`` outside of the blocks), ``operator_type``, ``model``, ``family``, ``shape``, the
-figures `SPECTRAL_METRICS` of momentum, and of its orthogonalization ``ns_residual`` and
-``update_norm``, the norm over that of an exact polar factor. ``null`` stands for a value that is
-not finite.
+``layer`` (``null`` outside of the blocks), ``operator_type``, ``family``, ``shape``, the figures
+`SPECTRAL_METRICS` of momentum, and of its orthogonalization ``ns_residual`` and ``update_norm``,
+the norm over that of an exact polar factor. ``null`` stands for a value that is not finite.
 
 The AMO paper reads its threshold ``tau`` in three ways, and so do the metrics:
 
@@ -32,9 +31,9 @@ from amo_dist.distributed.ranks import this_rank
 from amo_dist.engine.hyperparameters import momentum_of
 from amo_dist.kernels.newton_schulz import orthogonalize
 from amo_dist.kernels.spectrum import ns_residual
+from benchmarks.amo_paper.catalog import GEOMETRY_FILE
 from torchtitan_ext.plugin.callbacks import Callback
 from torchtitan_ext.runs.records import append_records, drop_from
-from torchtitan_ext.tools.report.data import GEOMETRY_FILE
 
 SPECTRAL_METRICS = (
     *("sigma_min", "sigma_max", "frobenius", "kappa", "ell", "ell_static"),
@@ -67,11 +66,10 @@ class Geometry(Callback):
         """Measure, each rank a part of the matrices, and append the records on the first rank."""
         if step % self.interval:
             return
-        config = self.trainer.config
-        labels = {"model": model_label(config), "family": family_label(config)}
+        family = {"family": family_label(self.trainer.config)}
         records = measure(self.trainer.optimizers.optimizer, step)
         if this_rank() == 0:
-            append_records(self._path, [record | labels for record in records])
+            append_records(self._path, [record | family for record in records])
 
     @property
     def _path(self) -> Path:
@@ -136,12 +134,6 @@ def _momentum(optimizer: Any, name: str) -> Tensor:
 
 def _world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def model_label(config: Any) -> str:
-    """The flavor, with its family in front where it does not tell it: ``Llama-3.1-quickstart``."""
-    flavor: str = config.model.flavor
-    return flavor if flavor[:1].isupper() else f"{family_label(config)}-{flavor}"
 
 
 def family_label(config: Any) -> str:

@@ -1,21 +1,17 @@
-"""From a run in the paper's units to a config file, options and a folder on this machine."""
+"""Config file, options and folder on this machine of a run in the paper's units."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import shlex
 from collections.abc import Iterator, Mapping
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from amo_dist.config import AMOConfig
 from benchmarks.amo_paper import catalog
-from benchmarks.amo_paper.catalog import MODELS, Run, Value
+from benchmarks.amo_paper.catalog import GEOMETRY_FILE, MODELS, Run, Value
 from benchmarks.amo_paper.learning_rate import TOKENS_EXPONENT
 from torchtitan_ext.config import files
-from torchtitan_ext.tools.report.data import GEOMETRY_FILE
 
 ROOT = Path(__file__).resolve().parents[2]
 """The repository; relative paths of commands are relative to it."""
@@ -27,21 +23,11 @@ PAPER = ("python", "-m", "benchmarks.amo_paper")
 
 QUICKSTART = Path("configs/quickstart.toml")
 
-_STEPS = (
-    "training.steps",
-    "lr_scheduler.warmup_steps",
-    "lr_scheduler.total_steps",
-    "checkpoint.interval",
-)
-"""Options that count optimizer steps and scale with the length of the run."""
-
 _WSD: Mapping[str, Value] = {
     "lr_scheduler.decay_ratio": 0.1,
     "lr_scheduler.decay_type": "linear",
 }
 
-
-_AMO = "optimizer.amo."
 
 Fields = Mapping[str, Any]
 """What a TOML file and those that it extends say, by dotted name."""
@@ -49,12 +35,12 @@ Fields = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Place:
-    """Where runs go, and what they start from."""
+    """Folder of runs, and the model that they train."""
 
     out: Path = Path("outputs/experiments")
     """Parent of the runs' folders; relative to the repository."""
     small: bool = False
-    """The quickstart's model stands in for the paper's; steps, rates and horizons are scaled."""
+    """The quickstart's model stands in for the paper's."""
 
     @property
     def folder(self) -> Path:
@@ -76,14 +62,10 @@ class Job:
     """``dump_folder``, relative to the repository or absolute."""
     steps: int
     """Length of the run."""
-    step_ratio: Fraction
-    """Its steps over the paper's, 1 unless scaled."""
     gpus: int | None
     """GPUs of the paper's run; ``None`` for a stand-in."""
-    prepare: tuple[tuple[str, ...], ...] = ()
-    """Commands that must have run before, each as its arguments after ``amo``."""
-    continues: Path | None = None
-    """The checkpoint that it starts from."""
+    prepare: tuple[str, ...] = ()
+    """Command that must have run before, as arguments of this package; its output is the last."""
 
     def arguments(self) -> list[str]:
         """Options of torchtitan as arguments, without the config file."""
@@ -105,16 +87,12 @@ class Job:
 
     def shown(self) -> str:
         """All commands, as one would type them."""
-        lines = [shlex.join((*PAPER, *command)) for command in self.prepare]
-        return "\n".join([*lines, shlex.join(self.on_its_gpus())])
+        before = f"{shlex.join((*PAPER, *self.prepare))}\n" if self.prepare else ""
+        return before + shlex.join(self.on_its_gpus())
 
     def step_of(self, step: int | None) -> int:
-        """The step of this run that a step of the paper's stands for; the last for ``None``."""
-        if step is None or step == catalog.CONTINUAL_STEPS[-1]:
-            return self.steps
-        # Checkpoints lie at multiples of the scaled interval, which is rounded once.
-        interval = catalog.CONTINUAL_STEPS[0]
-        return step // interval * scaled(interval, self.step_ratio)
+        """The step of a checkpoint; the last for ``None``."""
+        return self.steps if step is None else step
 
     def results(self, step: int | None) -> Path:
         """The results file of a checkpoint."""
@@ -125,23 +103,18 @@ class Job:
         return ROOT / self.folder / "checkpoint" / f"step-{self.step_of(step)}"
 
 
-def scaled(value: int, ratio: Fraction) -> int:
-    """A number of steps times a ratio, rounded half up; at least 1 unless it was 0."""
-    return 0 if value == 0 else max(1, math.floor(value * ratio + Fraction(1, 2)))
-
-
 def resolve(run: Run, place: Place) -> Job:
     """Make a job of a run.
 
     Args:
-        run: Of the catalog.
-        place: Where it goes.
+        run: Run of the catalog.
+        place: Place of its folder.
 
     Returns:
         The job; nothing is written.
 
     Raises:
-        ValueError: A config is missing or lacks what has to be scaled.
+        ValueError: A config is missing.
     """
     model = MODELS[run.model]
     stems = {
@@ -151,18 +124,13 @@ def resolve(run: Run, place: Place) -> Job:
     }
     path = QUICKSTART if place.small else Path(f"configs/{stems[run.config]}.toml")
     config = read_config(path)
-    options, ratio = dict(run.options), Fraction(1)
-    if place.small:
-        stem = model.stem if run.config == "continual" else stems[run.config]
-        reference = read_config(Path(f"configs/{stem}.toml"))
-        ratio = Fraction(config["training.steps"], reference["training.steps"])
-        options = _small_options(run, reference, config, ratio)
+    options = {**(_stand_in(run) if place.small else {}), **run.options}
     if run.tokens != 1:
         options |= _more_tokens(run.tokens, config)
     static, prepare = _static(run, place)
-    continues = _continues(run, place)
-    if continues is not None:
-        options["checkpoint.initial_load_path"] = str(continues)
+    if run.continues is not None:
+        base = resolve(catalog.ALL_RUNS[run.continues], place)
+        options["checkpoint.initial_load_path"] = f"{base.folder}/checkpoint/step-{base.steps}"
     gpus = model.adamw_gpus if run.config == "adamw" else model.gpus
     return Job(
         run=run,
@@ -170,10 +138,8 @@ def resolve(run: Run, place: Place) -> Job:
         options={**options, **static},
         folder=place.folder / run_folder(run, place),
         steps=int({**config, **options}["training.steps"]),
-        step_ratio=ratio,
         gpus=None if place.small else gpus,
         prepare=prepare,
-        continues=continues,
     )
 
 
@@ -206,32 +172,6 @@ def read_config(path: Path) -> Fields:
     return dict(fields(files.read(ROOT / path)))
 
 
-def _amo_steps(config: Fields, name: str) -> int:
-    """A number of steps of ``[optimizer.amo]``, or its default."""
-    return int(config.get(f"{_AMO}{name}", getattr(AMOConfig(), name)))
-
-
-def _small_options(
-    run: Run, reference: Fields, config: Fields, ratio: Fraction
-) -> dict[str, Value]:
-    """The options of a run on the stand-in ``config``, scaled from those on ``reference``."""
-    options = {**_stand_in(run), **run.options, **run.small_options}
-    for name in _STEPS:
-        if name in options:
-            options[name] = scaled(int(options[name]), ratio)
-    for name in ("transition_steps", "observe_every"):
-        if (steps := options.get(_AMO + name)) is not None:
-            horizons = Fraction(_amo_steps(config, name), _amo_steps(reference, name))
-            options[_AMO + name] = scaled(int(steps), horizons)
-    if f"{_AMO}observe_every" in options:  # observations keep their number
-        count = _amo_steps(config, "observe_until") // _amo_steps(config, "observe_every")
-        options[f"{_AMO}observe_until"] = int(options[f"{_AMO}observe_every"]) * count
-    if "optimizer.lr" in options:
-        share = float(options["optimizer.lr"]) / reference["optimizer.lr"]
-        options["optimizer.lr"] = share * config["optimizer.lr"]
-    return options
-
-
 def _stand_in(run: Run) -> dict[str, Value]:
     """What the paper's configs say and a stand-in does not."""
     name = run.options["optimizer.name"]
@@ -249,7 +189,7 @@ def _more_tokens(times: int, config: Fields) -> dict[str, Value]:
     }
 
 
-def _static(run: Run, place: Place) -> tuple[dict[str, Value], tuple[tuple[str, ...], ...]]:
+def _static(run: Run, place: Place) -> tuple[dict[str, Value], tuple[str, ...]]:
     """The option that names a run's schedule file, and the command that makes the file."""
     static = run.static
     if static is None:
@@ -265,11 +205,4 @@ def _static(run: Run, place: Place) -> tuple[dict[str, Value], tuple[tuple[str, 
     family = ("--family", static.family) if static.family and not place.small else ()
     rule = ("--rule", static.rule, "--tolerance", static.tolerance)
     command = ("static-schedule", *logs, *rule, *family, "-o", str(path))
-    return {"optimizer.muon.schedule_file": str(path)}, (command,)
-
-
-def _continues(run: Run, place: Place) -> Path | None:
-    if run.continues is None:
-        return None
-    job = resolve(catalog.ALL_RUNS[run.continues], place)
-    return job.folder / "checkpoint" / f"step-{job.steps}"
+    return {"optimizer.muon.schedule_file": str(path)}, command

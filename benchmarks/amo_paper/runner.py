@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from benchmarks.amo_paper.resolve import PAPER, ROOT, Job, fields, read_config
+from benchmarks.amo_paper.resolve import PAPER, ROOT, Job
 from torchtitan_ext.runs import run_files
 from torchtitan_ext.signals import STOPPED
 
@@ -22,24 +22,15 @@ def steps_done(job: Job) -> int:
 
 
 def is_done(job: Job) -> bool:
-    """Whether the run is complete: its last step is logged, and saved where it saves."""
-    if steps_done(job) < job.steps:
-        return False
-    return not _saves(job) or run_files.is_complete(job.checkpoint(None))
-
-
-def _saves(job: Job) -> bool:
-    """Whether a run writes checkpoints: as it was last started, or as its config says."""
-    saved = run_files.read_config(ROOT / job.folder)
-    config = dict(fields(saved)) if saved else read_config(job.config)
-    return bool(config.get("checkpoint.enable")) and not config.get("checkpoint.load_only")
+    """Whether the run is complete: its last step is logged and saved."""
+    return steps_done(job) >= job.steps and run_files.is_complete(job.checkpoint(None))
 
 
 def run_jobs(jobs: Sequence[Job], extra: Sequence[str], ranks: int) -> int:
     """Run the jobs that are not complete, one after another; a started one goes on.
 
     Args:
-        jobs: In order.
+        jobs: Jobs in their order.
         extra: Further options of torchtitan for all of them.
         ranks: Processes of each run.
 
@@ -47,8 +38,7 @@ def run_jobs(jobs: Sequence[Job], extra: Sequence[str], ranks: int) -> int:
         0, or the exit status of the first run that failed or was stopped.
 
     Raises:
-        ValueError: The checkpoint that a run starts from is missing, or a command that prepares it
-            failed.
+        ValueError: A command that prepares a run failed.
     """
     todo = [job for job in jobs if not is_done(job)]
     for job in jobs:
@@ -56,7 +46,6 @@ def run_jobs(jobs: Sequence[Job], extra: Sequence[str], ranks: int) -> int:
             print(f"{job.folder.name}: complete, {job.steps} steps")
     for number, job in enumerate(todo, start=1):
         print(f"[{number}/{len(todo)}] {job.folder.name}: {job.steps} steps", flush=True)
-        _require_checkpoint(job)
         _prepare(job)
         status = _train(job, extra, ranks)
         if status != 0:
@@ -66,24 +55,13 @@ def run_jobs(jobs: Sequence[Job], extra: Sequence[str], ranks: int) -> int:
     return 0
 
 
-def _require_checkpoint(job: Job) -> None:
-    if job.continues is not None and not (ROOT / job.continues / ".metadata").exists():
-        raise ValueError(
-            f"{job.folder.name}: found no checkpoint {job.continues}, expected that of the run it "
-            f"continues, {job.run.continues}; another one: --checkpoint.initial_load_path"
-        )
-
-
 def _prepare(job: Job) -> None:
-    for command in job.prepare:
-        output = ROOT / command[-1]
-        if output.exists():
-            continue
-        # Paths of commands are relative to the repository, wherever this process runs.
-        program = [sys.executable, *PAPER[1:], *command]
-        status = subprocess.run(program, cwd=ROOT, check=False).returncode
-        if status != 0:
-            raise ValueError(f"{job.folder.name}: failed: {shlex.join((*PAPER, *command))}")
+    if not job.prepare or (ROOT / job.prepare[-1]).exists():
+        return
+    # Paths of commands are relative to the repository, wherever this process runs.
+    program = [sys.executable, *PAPER[1:], *job.prepare]
+    if subprocess.run(program, cwd=ROOT, check=False).returncode:
+        raise ValueError(f"{job.folder.name}: failed: {shlex.join((*PAPER, *job.prepare))}")
 
 
 def _train(job: Job, extra: Sequence[str], ranks: int) -> int:

@@ -3,13 +3,12 @@
 A geometry log is a file of JSON lines, one object for each matrix and measured step::
 
     {"step": 10, "name": "layers.0.attention.wq.weight", "layer": 0, "operator_type": "attn_q",
-     "model": "Qwen3-0.6B", "family": "Qwen3", "sigma_min": 1.2e-4, "sigma_max": 3.1,
-     "frobenius": 7.9, ...}
+     "family": "Qwen3", "sigma_min": 1.2e-4, "sigma_max": 3.1, "frobenius": 7.9, ...}
 
 ``sigma_min`` and ``sigma_max`` are the extreme singular values of the fp32 momentum that goes into
 Newton-Schulz, and ``frobenius`` is its Frobenius norm, all in the units of the momentum. These
-three, ``operator_type``, ``model`` and ``family`` are read here; further keys belong to other
-readers. ``null`` stands for a value that is not finite.
+three, ``operator_type`` and ``family`` are read here; further keys belong to other readers.
+``null`` stands for a value that is not finite.
 
 The rules are the AMO paper's for its static baselines: per operator type a percentile of
 ``ell = max(sigma_min, tau * sigma_max) / frobenius`` over all matrices and steps of the pool, and
@@ -51,10 +50,8 @@ class Pool:
 
     ell_by_type: Mapping[str, Sequence[float]]
     """All of an operator type, each in (0, 1]."""
-    models: tuple[str, ...]
-    """Models that contribute, sorted."""
     families: tuple[str, ...]
-    """Their families, sorted."""
+    """Families of the models that contribute, sorted."""
     num_invalid: int
     """Records left out: a value is not finite, or the matrix is all zero."""
 
@@ -69,9 +66,8 @@ def read_geometry(path: Path, kinds: Mapping[str, Any]) -> list[dict[str, Any]]:
     Raises:
         ValueError: The file cannot be read, or a field is missing or of another type.
     """
-    if not path.exists():
-        raise ValueError(f"{path}: found no such file, expected a geometry log")
-    records = read_records(path)
+    if not (records := read_records(path)):
+        raise ValueError(f"{path}: found no record, expected a geometry log")
     for number, record in enumerate(records, start=1):
         for key, kind in kinds.items():
             if not isinstance(value := record.get(key), kind):
@@ -90,7 +86,6 @@ def read_pool(paths: Iterable[str | Path], family: str | None = None) -> Pool:
         ValueError: A file cannot be read, a line is malformed, or nothing valid is left.
     """
     ell_by_type: dict[str, list[float]] = {}
-    models: set[str] = set()
     families: set[str] = set()
     num_invalid = 0
     for path in map(Path, paths):
@@ -98,7 +93,6 @@ def read_pool(paths: Iterable[str | Path], family: str | None = None) -> Pool:
             families.add(record["family"])
             if family is not None and record["family"] != family:
                 continue
-            models.add(record["model"])
             ell = static_ell(*(record[key] for key in _SIZES))
             if ell is None:
                 num_invalid += 1
@@ -110,11 +104,11 @@ def read_pool(paths: Iterable[str | Path], family: str | None = None) -> Pool:
         raise ValueError(f"logs: found no valid record{wanted} (families: {known})")
     used = (family,) if family is not None else tuple(sorted(families))
     ordered = {name: ell_by_type[name] for name in sort_operator_types(ell_by_type)}
-    return Pool(ordered, tuple(sorted(models)), used, num_invalid)
+    return Pool(ordered, used, num_invalid)
 
 
 _SIZES = ("sigma_min", "sigma_max", "frobenius")
-_KINDS = dict.fromkeys(("family", "model", "operator_type"), str) | dict.fromkeys(_SIZES, NUMBER)
+_KINDS = dict.fromkeys(("family", "operator_type"), str) | dict.fromkeys(_SIZES, NUMBER)
 
 
 def static_ell(
@@ -196,7 +190,6 @@ def make_table(pool: Pool, rule: str, tolerance: float) -> dict[str, Any]:
         "tolerance": tolerance,
         "tau": TAU,
         "families": ", ".join(pool.families),
-        "models": ", ".join(pool.models),
         "num_records": sum(map(len, pool.ell_by_type.values())),
         "num_invalid": pool.num_invalid,
         "insufficient": ", ".join(insufficient),
@@ -244,7 +237,7 @@ def add_commands(subparsers: Any) -> None:
         help="error allowed after the last step (default %(default)s)",
     )
     parser.add_argument("--family", help="pool the records of this family (default: of all)")
-    parser.add_argument("-o", "--output", help="file to write (default: standard output)")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="file to write")
     parser.set_defaults(run=run)
 
 
@@ -252,15 +245,12 @@ def run(args: argparse.Namespace) -> int:
     """Write the schedule file for parsed arguments.
 
     Raises:
-        ValueError: As in :func:`read_pool` and :func:`make_table`.
+        ValueError: See :func:`read_pool` and :func:`make_table`.
     """
     pool = read_pool(args.logs, args.family)
     table = make_table(pool, args.rule, args.tolerance)
-    if args.output is None:
-        print(to_toml(table), end="")
-        return 0
-    Path(args.output).parent.mkdir(parents=True, exist_ok=True)
-    files.replace(Path(args.output), to_toml(table))
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    files.replace(args.output, to_toml(table))
     for name, section in table["schedules"].items():
         print(f"{name:<10} ell {section['ell']:.3e}  {section['steps']} steps")
     if insufficient := table["parameters"]["insufficient"]:

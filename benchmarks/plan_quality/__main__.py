@@ -1,7 +1,7 @@
 """Run and report: ``python -m benchmarks.plan_quality run``, ``report``.
 
 ``run`` runs what has no record yet, on one thread, and may be stopped at any time. ``report``
-writes tables as Markdown and draws a figure beside the records.
+prints tables as Markdown.
 """
 
 from __future__ import annotations
@@ -26,11 +26,7 @@ def main(args: Sequence[str] | None = None) -> int:
     if options.command == "report":
         from benchmarks.plan_quality import report  # runs do without pandas
 
-        if is_of_dtypes:
-            print(report.dtype_text(output))
-        else:
-            print(report.text(output))
-            print(f"figure: {report.plot(output)}")
+        print(report.dtype_text(output) if is_of_dtypes else report.text(output))
     else:
         wanted = jobs.dtype_jobs() if is_of_dtypes else jobs.all_jobs()
         for job in wanted:

@@ -35,7 +35,7 @@ class Corpus:
     train: Tensor
     validation: Tensor
     digest: str
-    """Of all names and contents."""
+    """Digest of all names and contents."""
 
 
 def load(root: Path) -> Corpus:
@@ -49,10 +49,12 @@ def load(root: Path) -> Corpus:
     end = torch.tensor([END], dtype=torch.int16)
     for path in sorted(root.glob("**/*.py")):
         name = path.relative_to(root).as_posix()
-        if _INSTALLED.intersection(name.split("/")) or not path.is_file():
+        is_installed = _INSTALLED.intersection(name.split("/"))
+        if is_installed or not path.is_file() or not (text := path.read_bytes()):
             continue
-        text = path.read_bytes()
-        if not text or not _is_utf8(text):
+        try:
+            text.decode()
+        except UnicodeDecodeError:  # some tests have other encodings
             continue
         hasher.update(f"{name}\0{len(text)}\0".encode() + text)
         tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(torch.int16)
@@ -62,14 +64,6 @@ def load(root: Path) -> Corpus:
         raise ValueError(f"root: found no file for {which} in {root}, expected one")
     train, validation = torch.cat(parts[False]), torch.cat(parts[True])
     return Corpus(train, validation, hasher.hexdigest()[:16])
-
-
-def _is_utf8(text: bytes) -> bool:
-    try:
-        text.decode("utf-8")
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def batches(

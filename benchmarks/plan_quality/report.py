@@ -1,4 +1,4 @@
-"""Tables and a figure of the runs; a `pandas.DataFrame` has a row for each record."""
+"""Tables of the runs; a `pandas.DataFrame` has a row for each record."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import pandas as pd
 from benchmarks.plan_quality.jobs import CONTENDERS, RATE_SEED
 from benchmarks.plan_quality.model import ARCHITECTURES
 from benchmarks.plan_quality.rows import ROWS
-from benchmarks.tables import half_interval, markdown, plus_minus
+from benchmarks.tables import markdown, plus_minus
 
 BAR = "uniform-5"
 RATE, STEPS, SWITCH = 8e-3, 250, 100
-"""Of the main table."""
+"""Rate, steps and switch of the main table."""
 TWINS = (
     ("distance-0.8", "uniform-4"),
     ("direction-0.8", "uniform-4"),
@@ -75,9 +75,6 @@ def by_model(values: pd.Series, models: pd.Series) -> list[str]:
     return [plus_minus(values[models == name], "+") for name in ARCHITECTURES]
 
 
-# ---------------------------------------------------------------- tables
-
-
 def noise_lines(runs: pd.DataFrame) -> str:
     """How far the same run differs by rounding."""
     same = of_main_table(runs, "exact")
@@ -102,7 +99,7 @@ def noise_lines(runs: pd.DataFrame) -> str:
 
 
 def main_table(runs: pd.DataFrame) -> str:
-    """By row: flops, and in each model the loss and its difference from the bar, paired."""
+    """Flops of each row, and in each model the loss and its difference from the bar, paired."""
     columns = [f"{name}: loss, against uniform 5" for name in ARCHITECTURES]
     rows = []
     for title, group in by_row(runs):
@@ -216,36 +213,3 @@ def dtype_text(folder: Path) -> str:
         for dtype, gap in gaps.items()
     ]
     return markdown(["ns_dtype", *ARCHITECTURES, "all pairs", "pairs"], rows)
-
-
-# ---------------------------------------------------------------- figures
-
-
-def plot(folder: Path) -> Path:
-    """Draw loss against five uniform steps by flops after the switch, beside the records."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    runs, path = of_main_table(read_with_gaps(folder), "exact"), folder / "loss_by_work.png"
-    series = {
-        "same steps for every type": ("uniform-5", "uniform-4", "uniform-3"),
-        "plan by operator type": ("distance-0.8", "distance-0.6", "distance-0.5"),
-    }
-    figure, axes = pyplot.subplots(figsize=(5.2, 3.9))
-    for (label, names), style in zip(series.items(), ("o-", "s--"), strict=True):
-        groups = [runs[runs["row"] == name] for name in names]
-        flops, means = ([group[key].mean() for group in groups] for key in ("flops_after", "gap"))
-        halves = [half_interval(group["gap"].tolist()) for group in groups]
-        axes.errorbar(flops, means, halves, fmt=style, capsize=4, markersize=8, label=label)
-    axes.axhline(0, color="grey", linewidth=1)
-    axes.invert_xaxis()
-    axes.set_xlabel("Newton-Schulz flops after 40 % of the run\n(1: five steps for every type)")
-    axes.set_ylabel("final loss against five steps")
-    axes.grid(alpha=0.3)
-    axes.legend(loc="upper left", fontsize=10)
-    figure.tight_layout()
-    figure.savefig(path, dpi=200)
-    pyplot.close(figure)
-    return path

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,14 +15,7 @@ from amo_dist.schedule.allocate import flop_budget, least_error, ns_step_flops
 from amo_dist.schedule.coefficients import named_schedule
 from amo_dist.schedule.plan import GRID
 from amo_dist.schedule.polar_express import schedule_for
-from benchmarks.plan_quality.spectra import (
-    MEASURES,
-    Shapes,
-    Spectra,
-    images,
-    measures,
-    weight,
-)
+from benchmarks.plan_quality.spectra import MEASURES, Shapes, Spectra, images, measures
 
 BASE_STEPS, BASE_ELL = 5, 1e-3
 """Steps and ``ell`` of the uniform schedule, which all rows run up to the switch."""
@@ -62,27 +55,25 @@ def _plan(title: str, measure: str, ratio: float, **fields: Any) -> Row:
     return Row(f"{title}, {ratio}", measure=measure, ratio=ratio, **fields)
 
 
-ROWS: Mapping[str, Row] = MappingProxyType(
-    {
-        "uniform-5": Row("uniform 5", steps=5),
-        "uniform-4": Row("uniform 4", steps=4),
-        "uniform-3": Row("uniform 3", steps=3),
-        "kj": Row("Muon-KJ", named="kj"),
-        "residual-alike-0.8": _plan("residual, alike", "residual", 0.8, weighting="alike"),
-        "residual-0.8": _plan("residual, entries", "residual", 0.8),
-        "distance-0.8": _plan("distance, entries", "distance", 0.8),
-        "distance-0.6": _plan("distance, entries", "distance", 0.6),
-        "distance-0.5": _plan("distance, entries", "distance", 0.5),
-        "distance-0.6-from-1": _plan("distance, entries, 1 to 7 steps", "distance", 0.6, least=1),
-        "direction-0.8": _plan("direction, entries", "direction", 0.8),
-        "depth-0.6-from-1": _plan(
-            "distance, entries, by type and depth, 1 to 7 steps",
-            *("distance", 0.6),
-            least=1,
-            by_depth=True,
-        ),
-    }
-)
+ROWS: Mapping[str, Row] = {
+    "uniform-5": Row("uniform 5", steps=5),
+    "uniform-4": Row("uniform 4", steps=4),
+    "uniform-3": Row("uniform 3", steps=3),
+    "kj": Row("Muon-KJ", named="kj"),
+    "residual-alike-0.8": _plan("residual, alike", "residual", 0.8, weighting="alike"),
+    "residual-0.8": _plan("residual, entries", "residual", 0.8),
+    "distance-0.8": _plan("distance, entries", "distance", 0.8),
+    "distance-0.6": _plan("distance, entries", "distance", 0.6),
+    "distance-0.5": _plan("distance, entries", "distance", 0.5),
+    "distance-0.6-from-1": _plan("distance, entries, 1 to 7 steps", "distance", 0.6, least=1),
+    "direction-0.8": _plan("direction, entries", "direction", 0.8),
+    "depth-0.6-from-1": _plan(
+        "distance, entries, by type and depth, 1 to 7 steps",
+        *("distance", 0.6),
+        least=1,
+        by_depth=True,
+    ),
+}
 """Rows by name, in the order in which they run."""
 
 
@@ -138,13 +129,10 @@ class Planner:
 
     def _choices(self, names: Sequence[str], row: Row, low: int) -> dict[int, tuple[float, float]]:
         """Least weighted error of a group by steps, and its ``ell``; ties go to the greater one."""
-        measure = MEASURES.index(row.measure)
-        errors = torch.stack(
-            [
-                weight(self._shapes[name], row.weighting) * self._errors[name][..., measure]
-                for name in names
-            ]
-        ).sum(0)
+        measure, counts_entries = MEASURES.index(row.measure), row.weighting == "entries"
+        # The error of an update is (0.2 sqrt(max(m, n)))^2 min(m, n) times a mean over directions.
+        weights = {n: math.prod(self._shapes[n]) if counts_entries else 1 for n in names}
+        errors = sum(weights[name] * self._errors[name][..., measure] for name in names)
         return {
             k: min(
                 zip(errors[k - 1].tolist(), ELLS, strict=True),

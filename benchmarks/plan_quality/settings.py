@@ -33,9 +33,3 @@ class Settings:
         if self.rate_decay == "linear":
             return self.final_rate + (1 - self.final_rate) * (1 - progress)
         return self.final_rate + (1 - self.final_rate) * (1 + math.cos(math.pi * progress)) / 2
-
-
-def evenly(count: int, first: int, last: int) -> list[int]:
-    """About ``count`` steps in ``(first, last]``, the last among them, at one distance."""
-    distance = max((last - first) // count, 1)
-    return list(range(last, first, -distance))[::-1]

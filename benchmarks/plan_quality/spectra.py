@@ -73,11 +73,3 @@ def measures(y: Tensor) -> Tensor:
     direction = torch.where(square > 0, 2 - 2 * y.mean(-1) / root, 1.0)
     residual, distance = (y.square() - 1).square().mean(-1), (y - 1).square().mean(-1)
     return torch.stack((residual, distance, direction), dim=-1)
-
-
-def weight(shape: tuple[int, int], weighting: str) -> int:
-    """One, or the number of entries, of a matrix.
-
-    The error of an update is ``(0.2 sqrt(max(m, n)))^2 * min(m, n)`` times a mean over directions.
-    """
-    return shape[0] * shape[1] if weighting == "entries" else 1

@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import re
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -20,7 +20,7 @@ from amo_dist.schedule.polar_express import schedule_for
 from benchmarks.plan_quality.data import Corpus, batches
 from benchmarks.plan_quality.model import Architecture, Decoder
 from benchmarks.plan_quality.rows import BASE_ELL, BASE_STEPS
-from benchmarks.plan_quality.settings import Settings, evenly
+from benchmarks.plan_quality.settings import Settings
 from benchmarks.plan_quality.spectra import momentum_spectra
 
 _VALIDATION_SEED = 2**31 - 1
@@ -100,11 +100,9 @@ def begin(start: Start, architecture: Architecture, corpus: Corpus, settings: Se
     model = Decoder(architecture)
     uniform = schedule_for(BASE_ELL, BASE_STEPS)
     optimizer = build(model, dict.fromkeys(matrix_shapes(model)[0], uniform), start, settings)
-    observed = evenly(settings.observations, 0, start.switch)
     spectra = _train(
         *(model, optimizer, start, corpus, settings),
         steps=range(1, start.switch + 1),
-        observed=observed,
         order=start.order,
     )
     return Snapshot(start, model, optimizer.state_dict(), spectra)
@@ -138,7 +136,6 @@ def finish(
     _train(
         *(model, optimizer, start, corpus, settings),
         steps=range(start.switch + 1, start.steps + 1),
-        observed=[],
         order=order or start.order,
     )
     return model
@@ -152,10 +149,10 @@ def _train(
     settings: Settings,
     *,
     steps: range,
-    observed: Sequence[int],
     order: int,
 ) -> dict[int, dict[str, Tensor]]:
-    """Take some steps; spectra after those asked for."""
+    """Take some steps; returns spectra at even distances up to the switch."""
+    observed = range(start.switch, 0, -max(start.switch // settings.observations, 1))
     stream = islice(
         batches(corpus.train, settings.batch, settings.sequence, start.seed),
         steps.start - 1,

@@ -36,6 +36,9 @@ def test_the_newest_complete_checkpoint_of_a_run_is_found(tmp_path: Path, name: 
     assert find_checkpoint(tmp_path / name) == newest
     one = tmp_path / name / "step-20"
     assert find_checkpoint(one) == one
+    saved(tmp_path / "third", 300)
+    with pytest.raises(ValueError, match=f"{name} and .*third"):
+        find_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize(

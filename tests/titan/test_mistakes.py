@@ -24,7 +24,6 @@ from torchtitan_ext.data.tokenizers import Tokenizer
 from torchtitan_ext.plugin import models, optimizers
 from torchtitan_ext.plugin.callbacks import Callbacks
 from torchtitan_ext.plugin.checkpoints import CheckpointManager
-from torchtitan_ext.plugin.metrics import MetricsProcessor
 from torchtitan_ext.plugin.optimizers import MuonSection
 from torchtitan_ext.tools import train
 
@@ -86,8 +85,7 @@ CALLS: list[tuple[Callable[[], object], str]] = [
     (lambda: tokenizer(kind="tiktoken"), "tokenizer.path"),
     (lambda: tokenizer(kind="tiktoken", path=JSON), "tokenizer.path"),
     (lambda: tokenizer(kind="tiktoken", path=BPE, eos_token="<eos>"), "tokenizer.eos_token"),
-    (lambda: tokenizer(kind="tiktoken", encoding="gpt2"), "tokenizer.encoding"),
-    (lambda: tokenizer(kind="tiktoken", encoding="gpt2", path=BPE), "tokenizer.encoding"),
+    (lambda: tokenizer(kind="tiktoken", path="gpt2"), "tokenizer.path"),
     (lambda: data("fineweb-edu"), "dataloader.dataset"),
     (lambda: data(dataset_path=None), "dataloader.dataset_path"),
     (lambda: data(path="nowhere"), "dataloader.dataset_path"),
@@ -125,7 +123,6 @@ CALLS: list[tuple[Callable[[], object], str]] = [
     (lambda: Callbacks(["json.JSONDecoder"]), "metrics.callbacks"),
     (lambda: Callbacks(["Notes"]), "metrics.callbacks"),
     (lambda: Callbacks(["no_such.Notes"]), "metrics.callbacks"),
-    (lambda: MetricsProcessor.Config(processor="logging.Logger").build(), "metrics.processor"),
 ]
 
 
@@ -178,7 +175,7 @@ COMMANDS: list[tuple[int, list[str], list[str]]] = [
     (0, [*HF, "--hf_assets_path=gone"], ["hf_assets_path"]),
     (0, [*HF, "--tokenizer.path=gone/t.json"], ["tokenizer.path"]),
     (0, [*HF, "--hf_assets_path=large"], ["model.flavor"]),
-    (0, [*HF, "--hf_assets_path=broken"], ["hf_assets_path"]),
+    (0, [*HF, "--hf_assets_path=broken"], ["tokenizer.path"]),
     *(
         (0, [*PREFLIGHT, *more, f"--{key}=packed", f"--{key}_path=gone"], [f"{key}_path"])
         for key, *more in (

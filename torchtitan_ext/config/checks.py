@@ -1,11 +1,13 @@
-"""What follows from the fields of a config, and whether they fit together."""
+"""What follows from the fields of a config, and whether they fit together and this machine."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import operator
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 from torchtitan.distributed import ParallelDims
@@ -132,3 +134,40 @@ def _check_ranges(config: Any) -> None:
         value = operator.attrgetter(field)(config)
         if value is not None and not least <= value < most:  # nor is NaN
             raise ValueError(f"{field}: found {value!r}, expected a number >= {least} and < {most}")
+
+
+def missing_on_this_machine(config: Any) -> list[str]:
+    """Check that the machine that starts a run has its tokenizer and data; a line for each lack.
+
+    Args:
+        config: A checked config.
+    """
+    problems: list[str] = []
+    tokenizer = collect(problems, lambda: _tokenizer(config))
+    loaders = [config.dataloader]
+    if config.validator.enable:
+        loaders.append(config.validator.dataloader)
+    for section in loaders:
+        if section.dataset == "packed" and tokenizer is not None:
+            collect(problems, functools.partial(loader.open_corpora, section, tokenizer))
+    return problems
+
+
+def _tokenizer(config: Any) -> Any:
+    """The tokenizer, which must be there and fit the model.
+
+    Raises:
+        ValueError: Otherwise.
+    """
+    section, model = config.tokenizer, config.model_spec.model
+    path = section.path or config.hf_assets_path
+    if section.kind == "hf" and not Path(path).expanduser().exists():
+        field = "tokenizer.path" if section.path else "hf_assets_path"
+        raise ValueError(f"{field}: found no tokenizer in {path} on this machine, expected one")
+    tokenizer = section.build(tokenizer_path=config.hf_assets_path)
+    if (num_tokens := tokenizer.get_vocab_size()) > model.vocab_size:
+        raise ValueError(
+            f"model.flavor: found {config.model.flavor!r} with a vocabulary of {model.vocab_size} "
+            f"tokens, expected at least the {num_tokens} of the tokenizer ({section.kind!r})"
+        )
+    return tokenizer

@@ -59,11 +59,9 @@ class Tokenizer(BaseTokenizer):
         path: str = ""
         """
         Folder or file of ``hf``, by default ``hf_assets_path``; for ``tiktoken`` a BPE file of
-        Llama 3's pattern and special tokens: ``*.tiktoken``, or Llama's ``tokenizer.model``.
+        Llama 3's pattern and special tokens (``*.tiktoken``, or Llama's ``tokenizer.model``), or
+        the name of one of its encodings, such as ``o200k_base``.
         """
-
-        encoding: Literal["", "gpt2", "cl100k_base", "o200k_base"] = ""
-        """Encoding of ``tiktoken``, in place of a ``path``, from its cache or the internet."""
 
         eos_token: str = ""
         """
@@ -84,7 +82,7 @@ class Tokenizer(BaseTokenizer):
                 return HFTokenizer(self.path or tokenizer_path, self.eos_token)
             if self.kind == "byte":
                 return ByteTokenizer()
-            return TiktokenTokenizer(self.path, self.encoding, self.eos_token)
+            return TiktokenTokenizer(self.path, self.eos_token)
 
     def encode_documents(self, texts: Sequence[str]) -> list[Any]:
         """The tokens of each document, (num_tokens,) integers, its end token included."""
@@ -120,9 +118,11 @@ class HFTokenizer(Tokenizer, HuggingFaceTokenizer):
         folder = folder.parent if folder.is_file() else folder
         try:
             content = (folder / "tokenizer.json").read_bytes()
-        except OSError as error:
-            raise ValueError(f"tokenizer.path: found no tokenizer, expected one: {error}") from None
-        super().__init__(tokenizer_path=str(folder))
+            super().__init__(tokenizer_path=str(folder))
+        except Exception as error:  # Errors of the library have no class of their own.
+            raise ValueError(
+                f"tokenizer.path: found no tokenizer in {folder}, expected one: {error}"
+            ) from None
         # torchtitan overlooks an end token that is the begin token too.
         name = eos_token or self._get_token_from_config(self._hf_config or {}, "eos_token")
         eos_id = self.tokenizer.token_to_id(name) if name else None
@@ -143,8 +143,8 @@ class TiktokenTokenizer(Tokenizer):
 
     Args:
         path: BPE file with the pattern and special tokens of Llama 3: lines of a token in base64
-            and its number; empty for ``encoding``.
-        encoding: Name of one of tiktoken's encodings; empty for ``path``.
+            and its number; or the name of one of tiktoken's encodings, whose file is read from its
+            cache or the internet.
         eos_token: Special token after each document; empty for the end of a text.
 
     Attributes:
@@ -154,28 +154,23 @@ class TiktokenTokenizer(Tokenizer):
         ValueError: The file is missing or no BPE file, or the token does not exist.
     """
 
-    def __init__(self, path: str, encoding: str = "", eos_token: str = "") -> None:
+    def __init__(self, path: str, eos_token: str = "") -> None:
         super().__init__()
-        if path and encoding:
-            raise ValueError(
-                f"tokenizer.encoding: found {encoding!r}, expected none with tokenizer.path, which "
-                "is read with Llama 3's pattern and special tokens"
-            )
+        is_named = path in tiktoken.list_encoding_names()
         try:
-            self.encoding = tiktoken.get_encoding(encoding) if encoding else _llama3(path)
+            self.encoding = tiktoken.get_encoding(path) if is_named else _llama3(path)
         except (OSError, ValueError) as error:
-            field, value = ("encoding", encoding) if encoding else ("path", path)
             raise ValueError(
-                f"tokenizer.{field}: found {value!r}, expected a BPE file of tiktoken, that of an "
-                f"encoding in TIKTOKEN_CACHE_DIR: {error}"
+                f"tokenizer.path: found {path!r}, expected a BPE file of tiktoken, or the name of "
+                f"an encoding whose file is in TIKTOKEN_CACHE_DIR: {error}"
             ) from None
-        name = eos_token or ("<|endoftext|>" if encoding else "<|end_of_text|>")
+        name = eos_token or ("<|endoftext|>" if is_named else "<|end_of_text|>")
         if name not in self.encoding.special_tokens_set:
             names = ", ".join(sorted(self.encoding.special_tokens_set))
             raise ValueError(f"tokenizer.eos_token: found {name!r}, expected one of {names}")
         self.eos_id = self.encoding.encode_single_token(name)
         # tiktoken checks the file of an encoding against a digest of its own.
-        self._identify(encoding.encode() or Path(path).expanduser().read_bytes())
+        self._identify(path.encode() if is_named else Path(path).expanduser().read_bytes())
 
     def encode_documents(self, texts: Sequence[str]) -> list[Any]:
         """The tokens of each document, its end token included."""

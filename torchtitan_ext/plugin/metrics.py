@@ -15,10 +15,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import torchtitan.components.metrics as titan
-from torchtitan.config import derive
 
 from torchtitan_ext.batch import sequences_per_step
-from torchtitan_ext.imports import import_class
 from torchtitan_ext.plugin import optimizers
 from torchtitan_ext.plugin.callbacks import Callbacks
 from torchtitan_ext.plugin.machine import cpu_is_needed, resident_peak
@@ -53,23 +51,6 @@ class MetricsProcessor(titan.MetricsProcessor):
 
         callbacks: list[str] = field(default_factory=list)
         """Import paths of callbacks, called in this order; see ``docs/extend.md``."""
-
-        processor: str = ""
-        """Import path of a class that extends this section's, in its place."""
-
-        def build(self, **options: Any) -> MetricsProcessor:
-            """Make the processor.
-
-            Raises:
-                ValueError: ``processor`` or ``callbacks`` name no such class.
-            """
-            owner: Any = self._owner
-            config = self
-            if self.processor:
-                owner = import_class(self.processor, MetricsProcessor, "metrics.processor")
-                config = derive(self, owner.Config)
-            processor: MetricsProcessor = owner(config, **options)
-            return processor
 
     files: RunFiles | None = None
     """Only of the rank that logs."""

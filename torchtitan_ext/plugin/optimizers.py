@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 import torchtitan.components.optimizer as titan
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import AdamW, Optimizer
 from torchtitan.config import Configurable
 from torchtitan.models.common.attention import FusedQKVLinear
 
@@ -67,20 +67,11 @@ def validate(config: Any) -> None:
     """Check ``[optimizer]``.
 
     Raises:
-        ValueError: For an unknown name, an expression that is none, or a schedule that the named
-            optimizer does not read.
+        ValueError: For an unknown name, or a schedule that the named optimizer does not read.
     """
     if config.name not in OPTIMIZER_NAMES:
         known = ", ".join(map(repr, OPTIMIZER_NAMES))
         raise ValueError(f"optimizer.name: found {config.name!r}, expected one of {known}")
-    for field_name, expression in _expressions(config):
-        try:
-            re.compile(expression)
-        except re.error as error:
-            raise ValueError(
-                f"optimizer.{field_name}: found {expression!r}, expected a regular expression "
-                f"({error})"
-            ) from None
     sources = [name for name in ("schedule", "schedule_file") if getattr(config.muon, name)]
     if sources and (config.name != "Muon" or len(sources) > 1):
         raise ValueError(
@@ -186,11 +177,11 @@ def _make(groups: list[dict[str, Any]], config: Any) -> Optimizer:
         "eps": config.eps,
     }
     if config.name == "AdamW":
-        optimizer = make_optimizer(config.name, groups, **options)
-        for group in optimizer.param_groups:
-            kind = config.implementation
-            group |= {"fused": kind == "fused", "foreach": kind == "foreach"}
-        return optimizer
+        kinds = {kind: config.implementation == kind for kind in ("fused", "foreach")}
+        # An implementation is chosen at construction; groups that hold one would overrule it.
+        made = make_optimizer(config.name, groups, **options).param_groups
+        plain = [{key: group[key] for key in group if key not in kinds} for group in made]
+        return AdamW(plain, **options, **kinds)
     own = config.amo if config.name == "AMO" else MuonConfig(**config.muon.shared())
     if config.name == "Muon":
         return Muon(groups, schedule=fixed_schedule(config), config=own, **options)
@@ -293,9 +284,9 @@ class OptimizersContainer(titan.OptimizersContainer):
                 ValueError: For what :func:`resolved` finds.
             """
             config = resolved(self)  # a program or an override may have made it
-            _require_used(model_parts, config)
             container: OptimizersContainer
             container = Configurable.Config.build(config, model_parts=model_parts)
+            _require_used(model_parts, config)
             hyperparameters.install(container, config)
             container.register_step_pre_hook(container.clock.start)
             container.register_step_post_hook(container.clock.stop)

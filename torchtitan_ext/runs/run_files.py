@@ -238,14 +238,16 @@ def find_checkpoint(path: Path) -> Path:
         path: ``step-<n>``, the folder of several, or a dump folder.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If there is none, or several folders hold some.
     """
     if checkpoint_step(path) is not None or is_complete(path):
         return path
-    for folder in (*path.glob("*/"), path):  # A run's folder of checkpoints may have any name.
-        if steps := complete_steps(folder):
-            return folder / f"step-{max(steps)}"
-    raise ValueError(
-        f"checkpoint: found no complete one in {path}, expected step-<n> or the dump folder of a "
-        "run that has saved"
-    )
+    # A run's folder of checkpoints may have any name.
+    folders = [folder for folder in (path, *sorted(path.glob("*/"))) if complete_steps(folder)]
+    if len(folders) != 1:
+        names = " and ".join(map(str, folders))
+        raise ValueError(
+            f"checkpoint: found {names or f'no complete one in {path}'}, expected step-<n>, or one "
+            "folder of a run that has saved"
+        )
+    return folders[0] / f"step-{max(complete_steps(folders[0]))}"

@@ -120,10 +120,7 @@ class RunLog:
         now = time.perf_counter()
         seconds, num_steps = now - self._time, max(step - self._step, 1)
         numbers = {name: _number(value) for name, value in figures.items()}
-        tokens, before = (
-            numbers.get("num_tokens"),
-            (self._files.last or {}).get("num_tokens") or 0.0,
-        )
+        tokens, last = numbers.get("num_tokens"), self._files.last or {}
         record = {
             "step": step,
             "training_steps": self._num_steps,
@@ -131,7 +128,7 @@ class RunLog:
             "lr": float(self._optimizer.param_groups[0]["lr"]),
             "seconds_per_step": seconds / num_steps,
             "optimizer_seconds_per_step": self._clock.take() / num_steps,
-            "tokens_per_second": None if tokens is None else (tokens - before) / seconds,
+            "tokens_per_second": tokens and (tokens - (last.get("num_tokens") or 0.0)) / seconds,
             **optimizer_fields(self._optimizer),
             "changes": changes(self._optimizer, self._files.last, step),
             **numbers,

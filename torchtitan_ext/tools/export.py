@@ -74,14 +74,13 @@ def export(checkpoint: Path, output: Path, source: Source) -> None:
 
     Raises:
         ValueError: The model is unknown or not dense, the checkpoint lacks weights, is damaged or
-            none, the tokenizer is missing, or ``output`` holds other files than those of an export.
+            none, the tokenizer is missing, or ``output`` holds files.
         ModuleNotFoundError: ``transformers`` is not installed.
     """
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    is_export = (output / "model.safetensors.index.json").exists()
-    if output.is_dir() and any(output.iterdir()) and not is_export:
+    if output.is_dir() and any(output.iterdir()):
         raise ValueError(f"--output: found files in {output}, expected a new or empty folder")
     section = source.tokenizer
     tokenizer = section.build(tokenizer_path="")
@@ -89,7 +88,6 @@ def export(checkpoint: Path, output: Path, source: Source) -> None:
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as intended
         config, weights = _load(checkpoint, source)
         output.mkdir(parents=True, exist_ok=True)
-        (output / "config.json").unlink(missing_ok=True)  # it says that the folder holds a model
         save(weights, storage_writer=HuggingFaceStorageWriter(str(output)))
     if section.kind == "byte":
         byte_tokenizer().save_pretrained(output)
@@ -150,9 +148,7 @@ def hf_config(name: str, config: Any) -> Any:
         "rms_norm_eps": config.norm.eps,
         "rope_theta": float(rope.theta),
         "tie_word_embeddings": config.enable_weight_tying,
-        "attention_bias": False,
         "bos_token_id": None,
-        "eos_token_id": None,
     }
     if name == "qwen3":
         return transformers.Qwen3Config(**common)
@@ -214,6 +210,5 @@ def run(args: argparse.Namespace) -> int:
     export(checkpoint, args.output, source)
     print(f"{checkpoint} is written to {args.output}")
     if source.tokenizer.kind == "tiktoken":
-        name = source.tokenizer.encoding or source.tokenizer.path
-        print(f"without a tokenizer: it is tiktoken's, {name}")
+        print(f"without a tokenizer: it is tiktoken's, {source.tokenizer.path}")
     return 0

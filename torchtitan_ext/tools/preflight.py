@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import re
 import sys
@@ -64,10 +63,9 @@ def run(args: argparse.Namespace) -> int:
             )
     print("loading PyTorch and torchtitan ...", file=sys.stderr, flush=True)
     from torchtitan_ext.config import settings
-    from torchtitan_ext.config.checks import collect, validate_config
+    from torchtitan_ext.config.checks import collect, missing_on_this_machine, validate_config
     from torchtitan_ext.plugin import machine
     from torchtitan_ext.tools.dry_run import dry_run
-    from torchtitan_ext.tools.preflight_here import missing_on_this_machine
     from torchtitan_ext.tools.preflight_memory import check_memory
 
     config = settings.load([f"--{settings.FILE}", args.config, *args.overrides])
@@ -209,36 +207,34 @@ def _run(config: Any, groups: Any, dims: Any) -> dict[str, Any]:
 
 
 def _costs(config: Any, groups: Any, dims: Any, steps: Mapping[str, int]) -> dict[str, Any]:
-    """Work and traffic of the ranks in an optimizer step, by ownership, and their memory."""
+    """Work and traffic of the ranks in an optimizer step, and their memory."""
     from torchtitan_ext.tools.preflight_memory import logit_bytes, memory_of, registry_of
-    from torchtitan_ext.tools.step_cost import OWNERSHIPS, StepCost, lay_out
+    from torchtitan_ext.tools.step_cost import StepCost, lay_out
 
     memory, registry = memory_of(config, groups, dims), registry_of(groups)
     logits = logit_bytes(config, dims)
-    ownership_rows, exchange, newton_schulz = {}, 0, 0
+    step: dict[str, Any] = {}
+    exchange = newton_schulz = 0
     if registry:
         shards = dims.dp_shard * dims.cp
         # Plain tensors are private to each rank, which does everything itself.
         ranks = 1 if shards == 1 else dims.dp_replicate * shards
         matrices = lay_out(registry, ranks, replica_size=shards)
         muon = config.optimizer.amo if config.optimizer.name == "AMO" else config.optimizer.muon
-        for ownership in OWNERSHIPS:
-            settings = dataclasses.replace(muon, ownership=ownership)
-            cost = StepCost(registry, matrices, steps, ranks, config=settings)
-            ownership_rows[ownership] = {
-                "owners": len({job.owner for job in cost.jobs}),
-                "busiest / mean": (cost.flops.max() / cost.flops.mean()).item(),
-                "GFLOP of the busiest": cost.flops.max().item() / 1e9,
-                "sent bytes": cost.sent,
-            }
-            if ownership == muon.ownership:
-                exchange, newton_schulz = cost.memory()
+        cost = StepCost(registry, matrices, steps, ranks, config=muon)
+        exchange, newton_schulz = cost.memory()
+        step = {
+            "owners": len({job.owner for job in cost.jobs}),
+            "busiest / mean": (cost.flops.max() / cost.flops.mean()).item(),
+            "GFLOP of the busiest": cost.flops.max().item() / 1e9,
+            "sent bytes": cost.sent,
+        }
     # The exchange frees its buffers between steps.
     peak = sum(memory.values()) + max(logits, exchange + newton_schulz)
     memory |= {"exchange_bytes": exchange, "newton_schulz_bytes": newton_schulz}
     memory |= {"logits_bytes": logits, "at_most_bytes": peak}
     return {
-        "optimizer step by ownership, mean of ranks": ownership_rows,
+        "optimizer step, mean of ranks": step,
         "memory of the fullest rank, without activations and gathered parameters": memory,
     }
 
@@ -256,8 +252,6 @@ def lines_of(report: Mapping[str, Any]) -> Iterator[str]:
         if isinstance(first, str) and isinstance(section, list):
             yield from (f"  {_text(title, line)}" for line in section)
             continue
-        if isinstance(section, dict) and isinstance(first, dict):
-            section = [{"": name, **row} for name, row in section.items()]
         if isinstance(section, dict):
             rows = [[name, _text(name, value)] for name, value in section.items()]
         else:

@@ -95,7 +95,7 @@ def memory_of(config: Any, groups: Groups, dims: Any) -> dict[str, int]:
 
     Args:
         config: A checked config.
-        groups: Those of :func:`groups_of`.
+        groups: Parameter groups, see :func:`groups_of`.
         dims: torchtitan's ``ParallelDims``, without tensor or pipeline parallelism.
     """
     params, state = held_bytes(config, groups, dims.dp_shard * dims.cp)

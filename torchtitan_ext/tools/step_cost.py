@@ -19,8 +19,6 @@ from amo_dist.distributed.plan import Job, assign, count_elements, plan_exchange
 from amo_dist.schedule.allocate import ns_step_flops
 from amo_dist.schedule.types import MatrixInfo
 
-OWNERSHIPS = ("round_robin", "balanced")
-
 
 def lay_out(
     registry: Sequence[MatrixInfo], ranks: int, *, replica_size: int | None = None

@@ -92,7 +92,6 @@ def run(args: argparse.Namespace) -> int:
     print("loading PyTorch and torchtitan ...", file=sys.stderr, flush=True)
     from torchtitan_ext.config import checks, settings
     from torchtitan_ext.plugin import machine
-    from torchtitan_ext.tools.preflight_here import missing_on_this_machine
     from torchtitan_ext.tools.preflight_memory import check_memory
 
     nodes = args.nodes or 1
@@ -109,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
     config, problems = checks.validate_config(config, ranks * nodes)
     if not problems:  # Sizes mean little before all fits together.
         checks.collect(problems, lambda: check_memory(config, ranks * nodes, memory_gb))
-    problems = problems or missing_on_this_machine(config)
+    problems = problems or checks.missing_on_this_machine(config)
     if problems:
         raise ValueError("\n".join(dict.fromkeys(problems)))
     folder = Path(config.dump_folder)

@@ -91,10 +91,10 @@ def test_the_harness_scores_a_checkpoint(tmp_path: Path) -> None:
     # A process of its own: the harness configures logging and seeds of whoever calls it.
     command = [sys.executable, "-m", "benchmarks.amo_paper", "score", str(checkpoint)]
     command += ["--tasks", "sums", "--include-path", str(tasks), "--batch-size", "4"]
-    command += ["--max-length", "256", "--device", "cpu", "--model", "Tiny"]
-    offline = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    command += ["--max-length", "256", "--model", "Tiny"]
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        command, capture_output=True, text=True, check=False, cwd=ROOT, env=offline
+        command, capture_output=True, text=True, check=False, cwd=ROOT, env=os.environ | offline
     )
     assert done.returncode == 0, done.stderr
     (result,) = read_results([tmp_path / "results-step-7.json"])

@@ -24,7 +24,7 @@ def log(tmp_path: Path) -> Path:
     for index in range(40 * len(OPERATOR_TYPES)):
         name = OPERATOR_TYPES[index % len(OPERATOR_TYPES)]
         ell = 10.0 ** -(1.0 + (9.0 if name == "attn_v" else 1.0) * rng.random())
-        record = {"model": "m", "family": ("Qwen3", "Llama-3.1")[index % 2], "operator_type": name}
+        record = {"family": ("Qwen3", "Llama-3.1")[index % 2], "operator_type": name}
         sizes = {"sigma_min": 2 * ell, "sigma_max": 1.0, "frobenius": 2.0}
         lines.append(json.dumps(record | sizes))
     lines.append(json.dumps(record | dict.fromkeys(sizes)))  # a NaN in the momentum
@@ -86,8 +86,8 @@ def test_the_command_writes_what_the_loader_reads(log: Path, tmp_path: Path) -> 
     ("line", "field"),
     [
         ("[]", "line 1"),
-        ('{"model": "m", "operator_type": "t"}', "family"),
-        ('{"family": "f", "model": "m", "operator_type": "t", "sigma_min": "1"}', "sigma_min"),
+        ('{"operator_type": "t"}', "family"),
+        ('{"family": "f", "operator_type": "t", "sigma_min": "1"}', "sigma_min"),
     ],
 )
 def test_malformed_logs_are_named(tmp_path: Path, line: str, field: str) -> None:

@@ -33,7 +33,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("norm", ["exact", "as_is"])
 def test_an_end_with_the_uniform_schedule_is_the_uninterrupted_run(norm: str, root: Path) -> None:
-    """To the bit: what rows share is a start, and nothing is lost at the switch."""
+    """Rows share a start to the bit, and nothing is lost at the switch."""
     corpus, start = data.load(root), dataclasses.replace(START, norm=norm)
     snapshot = train.begin(start, TINY, corpus, SHORT)
     uniform = dict.fromkeys(train.matrix_shapes(snapshot.model)[0], schedule_for(1e-3, 5))

@@ -23,10 +23,9 @@ def add_command(subparsers: Any) -> None:
     """Register ``report``."""
     parser = subparsers.add_parser(
         "report",
-        help="draw loss, schedule, plan and geometry of runs in one HTML file",
-        description="Write loss, rate, gradient norm, throughput, schedule, plan and geometry of "
-        "runs into one HTML file that opens offline. Needs matplotlib and Jinja (the extra "
-        "'plots').",
+        help="draw loss, schedule and plan of runs in one HTML file",
+        description="Write loss, rate, gradient norm, throughput, schedule and plan of runs into "
+        "one HTML file that opens offline. Needs matplotlib and Jinja (the extra 'plots').",
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run")
     parser.add_argument(
@@ -39,16 +38,11 @@ def run(args: argparse.Namespace) -> int:
     """Write the report for parsed arguments.
 
     Raises:
-        ValueError: A run cannot be read, or a library of the extra is missing.
+        ValueError: A run cannot be read.
     """
     print("loading matplotlib ...", file=sys.stderr, flush=True)
-    try:
-        import jinja2
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ValueError(
-            f"amo report: found no {error.name}, expected the extra: pip install 'amo-dist[plots]'"
-        ) from None
+    import jinja2
+
     runs = [data.load(folder) for folder in args.runs]
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     with figures.style():
@@ -86,9 +80,6 @@ def sections(runs: Sequence[Run]) -> list[Section]:
             parts.append(Section(title, _image(schedule), "Darker: more steps."))
         if run.plan is not None:
             parts.append(Section(f"Plan{label}", "", str(run.plan)))
-        if (geometry := figures.geometry(run)) is not None:
-            title = f"Condition number of momentum{label}"
-            parts.append(Section(title, _image(geometry), "Median over the layers of a type."))
     return parts
 
 

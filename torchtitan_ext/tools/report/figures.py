@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
 from amo_dist.config import sort_operator_types
-from torchtitan_ext.tools.report.data import Run, medians
+from torchtitan_ext.tools.report.data import Run
 
-KAPPA = r"condition number $\kappa$"
 PHASES = {"observation": "#EAF2F8", "transition": "#FDF1DC"}
 """Background of a phase; others have none."""
 
@@ -20,7 +18,6 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#33
 DASHES: Sequence[Any] = ("-", "--", "-.", ":")
 
 _RC: Any = {
-    "figure.facecolor": "white",
     "font.size": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -28,7 +25,6 @@ _RC: Any = {
     "grid.color": "#E3E3E3",
     "axes.axisbelow": True,
     "legend.frameon": False,
-    "svg.fonttype": "path",
     "svg.hashsalt": "amo",
 }
 
@@ -79,19 +75,12 @@ def line(index: int, label: str) -> dict[str, Any]:
     return {"color": COLORS[index % len(COLORS)], "linestyle": dashes, "label": label}
 
 
-def _places(run: Run, field: str, name: str = "") -> list[tuple[Any, int, int]]:
-    """``(value, left, right)`` of each stretch of one value: from its first step to the next's."""
-    spans = run.spans(field, name)
-    edges = [0, *(first for _, first, _ in spans[1:]), run.metrics[-1]["step"]]
-    return [(span[0], *ends) for span, ends in zip(spans, itertools.pairwise(edges), strict=False)]
-
-
-def _shade(axes: Any, run: Run, is_named: bool = True) -> None:
+def shade(axes: Any, run: Run, is_named: bool = True) -> None:
     """Backgrounds for phases, named on top where there is room."""
-    for phase, left, right in _places(run, "phase"):
-        axes.axvspan(left, right, color=PHASES.get(phase, "#FFFFFF"), zorder=-2, lw=0)
-        if is_named and right - left > 0.017 * len(phase) * run.metrics[-1]["step"]:
-            place = ((left + right) / 2, 1.02)
+    for phase, first, last in run.spans("phase"):
+        axes.axvspan(first, last + 1, color=PHASES.get(phase, "#FFFFFF"), zorder=-2, lw=0)
+        if is_named and last - first > 0.017 * len(phase) * run.metrics[-1]["step"]:
+            place = ((first + last) / 2, 1.02)
             axes.annotate(phase, place, xycoords=axes.get_xaxis_transform(), ha="center")
 
 
@@ -115,7 +104,7 @@ def training(runs: Sequence[Run]) -> Any:
                 dots = {**line(index, f"{run.label}, validation"), "linestyle": "", "marker": "o"}
                 axes.plot(*columns(run.validations), **dots)
         if len(runs) == 1:
-            _shade(axes, runs[0], is_named=field == PANELS[0][1])
+            shade(axes, runs[0], is_named=field == PANELS[0][1])
         over_steps(axes, runs, ylabel=label, xlabel="")
     rows[-1][0].set_xlabel("optimizer step")
     legend(figure, rows[0][0], columns=2)
@@ -130,36 +119,22 @@ def schedule(run: Run) -> Any:
     import matplotlib
 
     types = sort_operator_types(run.metrics[-1]["num_steps_by_type"])
-    rows = [_places(run, "num_steps_by_type", name) for name in types]
+    rows = [run.spans("num_steps_by_type", name) for name in types]
     if not any(len(row) > 1 for row in rows):
         return None
     counts, end = [count for row in rows for count, _, _ in row], run.metrics[-1]["step"]
     low, high = min(3, *counts), max(7, *counts)
     figure, axes = new(0.32 * len(types) + 0.9)
     for y, row in enumerate(rows):
-        for count, left, right in row:
+        for count, first, last in row:
             blue = matplotlib.colormaps["Blues"](0.15 + 0.75 * (count - low) / (high - low))
-            axes.barh(y, right - left, left=left, height=0.9, color=blue, lw=0)
-            if right - left > 0.03 * end:
+            axes.barh(y, last + 1 - first, left=first, height=0.9, color=blue, lw=0)
+            if last - first > 0.03 * end:
                 tone = "white" if count > (low + high) / 2 else "#222222"
-                axes.text((left + right) / 2, y, str(count), ha="center", va="center", color=tone)
+                axes.text((first + last) / 2, y, str(count), ha="center", va="center", color=tone)
     axes.set_ylim(len(types) - 0.5, -0.5)
     axes.set_yticks(range(len(types)), types)
     axes.grid(False)
-    _shade(axes, run)
+    shade(axes, run)
     over_steps(axes, [run])
-    return figure
-
-
-def geometry(run: Run) -> Any:
-    """Median condition number of each operator type."""
-    by_type = medians(run.geometry, lambda record: record["operator_type"])
-    if not by_type:
-        return None
-    figure, axes = new(3.5)
-    for index, name in enumerate(sort_operator_types(by_type)):
-        axes.plot(*columns(by_type[name]), **line(index, name))
-    over_steps(axes, [run], ylabel=f"median {KAPPA}", yscale="log")
-    _shade(axes, run)
-    legend(figure, axes)
     return figure
