@@ -61,13 +61,15 @@ def fail(field: str, value: object, expected: str) -> NoReturn:
     raise ValueError(f"{field}: found {_bounded.repr(value)}, expected {expected}")
 
 
-def _require(condition: bool, field: str, value: object, expected: str) -> None:
+def require(condition: bool, field: str, value: object, expected: str) -> None:
+    """Raise the ``ValueError`` of a field, unless a condition holds; prints the value as it is."""
     if not condition:
-        fail(field, value, expected)
+        raise ValueError(f"{field}: found {value}, expected {expected}")
 
 
 def _require_choice(field: str, value: object, choices: Sequence[str]) -> None:
-    _require(value in choices, field, value, f"one of {', '.join(map(repr, choices))}")
+    if value not in choices:
+        fail(field, value, f"one of {', '.join(map(repr, choices))}")
 
 
 def _name_of(dtype: object) -> object:
@@ -76,19 +78,21 @@ def _name_of(dtype: object) -> object:
 
 
 def _require_bool(field: str, value: object) -> None:
-    _require(isinstance(value, bool), field, value, "true or false")
+    if not isinstance(value, bool):
+        fail(field, value, "true or false")
 
 
 def _require_int(field: str, value: object, minimum: int, maximum: int | None = None) -> None:
     is_int = isinstance(value, int) and not isinstance(value, bool)
-    is_within = is_int and minimum <= value and (maximum is None or value <= maximum)  # type: ignore[operator]
     most = "" if maximum is None else f" and <= {maximum}"
-    _require(is_within, field, value, f"an integer >= {minimum}{most}")
+    if not (is_int and minimum <= value and (maximum is None or value <= maximum)):  # type: ignore[operator]
+        fail(field, value, f"an integer >= {minimum}{most}")
 
 
 def _require_real(field: str, value: object, expected: str, low: float, high: float) -> None:
     is_real = isinstance(value, (int, float)) and not isinstance(value, bool)
-    _require(is_real and math.isfinite(value) and low <= value <= high, field, value, expected)  # type: ignore[arg-type, operator]
+    if not (is_real and math.isfinite(value) and low <= value <= high):  # type: ignore[arg-type, operator]
+        fail(field, value, expected)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

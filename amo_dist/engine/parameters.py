@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from amo_dist.config import Box
+from amo_dist.config import Box, require
 from amo_dist.distributed.layout import (
     Matrix,
     Region,
@@ -25,7 +25,7 @@ from amo_dist.distributed.layout import (
 )
 from amo_dist.engine.hyperparameters import learning_rate
 from amo_dist.kernels.elementwise import ROUNDED_OFF
-from amo_dist.operators.views import MatrixView, require
+from amo_dist.operators.views import MatrixView
 
 ALGORITHMS = ("muon", "adamw")
 MOMENTUM = "momentum_buffer"

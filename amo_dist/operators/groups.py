@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from amo_dist.config import sort_operator_types
+from amo_dist.config import require, sort_operator_types
 from amo_dist.operators.modules import sites_by_name
 from amo_dist.operators.patterns import (
     OUTSIDE,
@@ -24,7 +24,7 @@ from amo_dist.operators.patterns import (
     find_views,
     unknown_matrices,
 )
-from amo_dist.operators.views import ADAMW, Site, require
+from amo_dist.operators.views import ADAMW, Site
 
 
 def param_groups(

@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import TypeAlias
 
+from amo_dist.config import require
 from amo_dist.operators.views import (
     ADAMW,
     Fused,
@@ -22,7 +23,6 @@ from amo_dist.operators.views import (
     by_head,
     check_operator_type,
     cut_views,
-    require,
 )
 
 Target: TypeAlias = "str | Fused | None"

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from amo_dist.config import Box
+from amo_dist.config import Box, require
 
 ADAMW = "adamw"
 """Target of the parameters that AdamW trains."""
@@ -263,9 +263,3 @@ def check_operator_type(operator_type: str) -> None:
     expected = "a printable name without '/' and '=', such as 'attn_q'"
     is_valid = is_valid and operator_type.casefold() != ADAMW
     require(is_valid, "operator type", repr(operator_type), expected)
-
-
-def require(condition: bool, field: str, value: object, expected: str) -> None:
-    """Raise the ``ValueError`` of a field, unless the condition holds."""
-    if not condition:
-        raise ValueError(f"{field}: found {value}, expected {expected}")

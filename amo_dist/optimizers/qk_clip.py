@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from amo_dist.config import require
 from amo_dist.distributed.layout import layout_of, local_tensor
 from amo_dist.distributed.ranks import GroupLike, this_rank
 from amo_dist.operators.modules import sites_by_name
 from amo_dist.operators.patterns import Patterns, check_patterns, clean_name, find_target
-from amo_dist.operators.views import Fused, Site, by_head, require
+from amo_dist.operators.views import Fused, Site, by_head
 
 _QUERIES, _KEYS = ("attn_q", "mla_q_b"), ("attn_k", "mla_k_b")
 # Norms of keys; `kv_norm` and `kv_a_layernorm` normalize a latent before its weights.
