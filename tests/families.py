@@ -82,10 +82,7 @@ def verdicts(parameters: Mapping[str, Line]) -> dict[str, str]:
     """The verdict on each parameter of a model."""
     shapes = {name: shape for name, (shape, _, _) in parameters.items()}
     sites = sites_of(parameters)
-    return {
-        name: verdict(find_views(name, shape, {}, shapes, sites[name]))
-        for name, shape in shapes.items()
-    }
+    return {name: verdict(find_views(name, {}, shapes, sites[name])) for name in shapes}
 
 
 def expand(lines: Mapping[str, str]) -> dict[str, Line]:
@@ -158,7 +155,7 @@ def recorded(model: nn.Module) -> dict[str, Line]:
     sites = sites_by_name([model])
     found: dict[str, Line] = {}
     for name, each in model.named_parameters():
-        views, _ = find_views(name, shapes[name], {}, shapes, sites[name])
+        views, _ = find_views(name, {}, shapes, sites[name])
         divides = any(in_heads(view.operator_type) for view in views or ())
         heads = sites[name].heads
         sizes = dataclasses.astuple(heads) if divides and heads else ()
@@ -216,10 +213,7 @@ def row(family: str, parameters: Mapping[str, Line], has_heads: bool) -> list[st
     """A line of the table; ``has_heads`` where the record of its release tells heads."""
     shapes = {name: shape for name, (shape, _, _) in parameters.items()}
     sites = sites_of(parameters)
-    found = {
-        name: find_views(name, shape, {}, shapes, sites[name], flatten_conv=True)
-        for name, shape in shapes.items()
-    }
+    found = {name: find_views(name, {}, shapes, sites[name], flatten_conv=True) for name in shapes}
     held = {name: views for name, (views, _) in found.items() if views}
     reason_by_name = {name: reason for name, (_, reason) in found.items() if name not in held}
     unknown = suggest_patterns(
@@ -268,7 +262,7 @@ def heads_told(
         attention = name.rsplit(".", 1 + name.endswith(".weight"))[0]
         rows[attention] = heads.query
         try:
-            views, _ = find_views(name, shapes[name], {}, shapes, sites[name], per_head=True)
+            views, _ = find_views(name, {}, shapes, sites[name], per_head=True)
         except ValueError:
             refused.add("other rows: a pattern")
             continue

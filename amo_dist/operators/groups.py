@@ -96,8 +96,11 @@ def param_groups(
     expressions = {"patterns": targets, "no_decay": undecayed, "lr_multipliers": factors}
     for field, patterns_of_field in expressions.items():
         check_expressions(field, patterns_of_field)
-        if not allow_unused:
-            _check_use(field, patterns_of_field, parts, names)
+        for pattern in patterns_of_field:
+            is_used = any(re.fullmatch(pattern, name) for name in names.values())
+            value = f"{pattern!r}, which matches no parameter"
+            expected = "one that matches a whole name, the first one of a tied parameter"
+            require(is_used or allow_unused, field, value, f"{expected}, or allow_unused=True")
     parameters = [(name, param) for param, name in names.items() if param.requires_grad]
     for name, count in Counter(name for name, _ in parameters).items():
         require(count == 1, "model", f"two parameters {name!r}", "distinct names")
@@ -142,25 +145,6 @@ def _as_modules(model: Any) -> list[nn.Module]:
     return parts
 
 
-def _check_use(
-    field: str,
-    patterns: Iterable[str],
-    parts: Sequence[nn.Module],
-    names: Mapping[nn.Parameter, str],
-) -> None:
-    """Refuse expressions that match no parameter."""
-    for pattern in patterns:
-        if any(re.fullmatch(pattern, name) for name in names.values()):
-            continue
-        for part in parts:
-            for alias, parameter in part.named_parameters(remove_duplicate=False):
-                tied = f"{pattern!r}, and {clean_name(alias)} is tied to {names[parameter]}"
-                is_alias = re.fullmatch(pattern, clean_name(alias)) is not None
-                require(not is_alias, field, tied, f"one that matches {names[parameter]}")
-        expected = "one that matches the whole of a cleaned name (allow_unused=True accepts it)"
-        require(False, field, f"{pattern!r}, which matches no parameter", expected)
-
-
 def _classify(
     parameters: Sequence[tuple[str, nn.Parameter]],
     targets: Patterns,
@@ -174,21 +158,17 @@ def _classify(
         if parameter.is_complex():
             classified[name] = None, "complex"
         else:
-            shape, site = shapes[name], sites[name]
-            classified[name] = find_views(name, shape, targets, shapes, site, **options)
-    unknown, outside = (
-        {name: shapes[name] for name, result in classified.items() if result == (None, reason)}
-        for reason in (UNKNOWN, OUTSIDE)
-    )
+            classified[name] = find_views(name, targets, shapes, sites[name], **options)
+    unknown = {name: shapes[name] for name, made in classified.items() if made == (None, UNKNOWN)}
     if unknown:
-        raise unknown_matrices(unknown, outside)
+        raise unknown_matrices(unknown)
     return classified
 
 
 def describe(
     groups: Sequence[Mapping[str, Any]], classified: Mapping[str, Classified], num_frozen: int
 ) -> str:
-    """Format a table of names, shapes and operator types of the groups, followed by counts.
+    """Format a table of names, shapes and operator types of the groups, and counts in lines.
 
     Args:
         groups: Result of `param_groups`.
@@ -208,20 +188,15 @@ def describe(
             remark = "; ".join(filter(None, [number, reason, *notes]))
             kind = ", ".join(sort_operator_types(kinds)) + (f" ({remark})" if remark else "")
             rows.append((name, str(tuple(parameter.shape)), kind))
-    summary = [(kind, str(counts[kind])) for kind in sort_operator_types(counts)]
     num_outside = [reason for _, reason in classified.values()].count(OUTSIDE)
     remedy = "patterns or unknown='matrix' orthogonalize them, lr_multipliers sets their rate"
-    notice = [f"{num_outside} outside of any block go to AdamW: {remedy}", ""] * bool(num_outside)
+    notice = [f"{num_outside} outside of any block go to AdamW: {remedy}"] * bool(num_outside)
     totals = [f"{number:,} entries {kind}" for kind, number in entries.items()]
     totals += [f"{num_frozen} frozen parameters left out"] if num_frozen else []
-    table = [*_align(rows), "", *_align([("operator type", "count"), *summary])]
-    return "\n".join([*table, "", *notice, ", ".join(totals)])
-
-
-def _align(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    padded = [[cell.ljust(w) for cell, w in zip(row, widths, strict=True)] for row in rows]
-    return ["  ".join(cells).rstrip() for cells in padded]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    table = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    summary = ", ".join(f"{counts[kind]} {kind}" for kind in sort_operator_types(counts))
+    return "\n".join([*table, "", summary, *notice, ", ".join(totals)])
 
 
 def _first_match(patterns: Iterable[str], name: str) -> int:

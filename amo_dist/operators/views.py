@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from amo_dist.config import Box, require
@@ -20,7 +19,7 @@ class MatrixView:
 
     suffix: str
     """Text after the parameter's name in the matrix's name: empty for the whole parameter, else
-    such as ``[q]`` or ``[3]``."""
+    such as ``[attn_q]`` or ``[3]``."""
     operator_type: str
     """Type of the matrix; matrices of one type share a schedule."""
     boxes: tuple[Box, ...] | None
@@ -72,10 +71,9 @@ class Fused:
             check_operator_type(operator_type)
         is_dim = type(self.dim) is int and self.dim in (0, 1)
         require(is_dim, "Fused.dim", repr(self.dim), "0 (rows) or 1 (columns)")
-        is_mapping = isinstance(self.heads, Mapping)
-        require(is_mapping, "Fused.heads", repr(self.heads), "a mapping of types to integers")
-        unknown = [key for key in self.heads if key not in types]
-        require(not unknown, "Fused.heads", unknown, f"operator types among {types}")
+        is_mapping = isinstance(self.heads, Mapping) and self.heads.keys() <= set(types)
+        expected = f"a mapping of operator types among {types} to integers"
+        require(is_mapping, "Fused.heads", repr(self.heads), expected)
         for operator_type, size in self.parts:
             divisors = {"groups": self.groups, "heads": self.heads.get(operator_type, 1)}
             for field, divisor in divisors.items():
@@ -203,17 +201,15 @@ def cut_views(
     Raises:
         ValueError: The shape has another number of dims, or the parts do not add up to it.
     """
-    is_convolution = len(shape) == 4 or (site.is_convolution and len(shape) > 2)
-    if is_convolution and isinstance(target, str):
-        return (MatrixView("", target, None, site.output_dim),)
-    is_known = len(shape) == 2 or (len(shape) == 3 and not is_convolution)
-    require(is_known, name, f"shape {shape} for {target!r}", "(m, n) or (E, m, n)")
     whole = ((0, shape[-2]), (0, shape[-1]))
+    is_convolution = len(shape) == 4 or (site.is_convolution and len(shape) > 2)
+    is_known = isinstance(target, str) if is_convolution else len(shape) in (2, 3)
+    require(is_known, name, f"shape {shape} for {target!r}", "(m, n) or (E, m, n)")
     if isinstance(target, str):
         matrix = [MatrixView("", target, None, site.output_dim)]
     else:
         matrix = _fused_views(name, whole, target)
-    if len(shape) == 2:
+    if len(shape) == 2 or is_convolution:
         return tuple(matrix)
     views = []
     for expert, view in itertools.product(range(shape[0]), matrix):
@@ -228,9 +224,8 @@ def _fused_views(name: str, whole: Box, fused: Fused) -> list[MatrixView]:
     total = sum(size for _, size in fused.parts)
     expected = f"parts that add up to {whole[fused.dim][1]}, its size along dim {fused.dim}"
     require(total == whole[fused.dim][1], name, f"{fused.parts} = {total}", expected)
-    labels = _labels([operator_type for operator_type, _ in fused.parts])
     views, offset = [], 0
-    for (operator_type, size), label in zip(fused.parts, labels, strict=True):
+    for operator_type, size in fused.parts:
         share, stride = size // fused.groups, total // fused.groups
         num_heads = fused.heads.get(operator_type, 1)
         for head in range(num_heads):
@@ -243,16 +238,11 @@ def _fused_views(name: str, whole: Box, fused: Fused) -> list[MatrixView]:
             ]
             ranges = [(low + shift, high + shift) for low, high, shift in overlaps if low < high]
             boxes = tuple((r, whole[1]) if fused.dim == 0 else (whole[0], r) for r in ranges)
-            suffix = f"[{label}.{head}]" if operator_type in fused.heads else f"[{label}]"
+            number = f".{head}" if operator_type in fused.heads else ""
+            suffix = f"[{operator_type}{number}]"
             views.append(MatrixView(suffix, operator_type, boxes, fused.dim))
         offset += share
     return views
-
-
-def _labels(operator_types: Sequence[str]) -> list[str]:
-    """Strip the family from types (``attn_q`` -> ``q``) if that leaves them distinct."""
-    short = [re.sub(r"^(?:attn|mlp|expert|shared_expert)_", "", t) for t in operator_types]
-    return short if len(set(short)) == len(short) else list(operator_types)
 
 
 def check_operator_type(operator_type: str) -> None:

@@ -119,7 +119,7 @@ def _attention(
     rotary = 0
     for param, shape in shapes.items():
         site = sites[param]
-        target, _ = find_target(param, shape, patterns, shapes, site)
+        target, _ = find_target(param, patterns, shapes, site)
         if target is None:
             continue
         target = by_head(param, shape, target, site)
