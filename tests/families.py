@@ -158,7 +158,7 @@ def recorded(model: nn.Module) -> dict[str, Line]:
         views, _ = find_views(name, {}, shapes, sites[name])
         divides = any(in_heads(view.operator_type) for view in views or ())
         heads = sites[name].heads
-        sizes = dataclasses.astuple(heads) if divides and heads else ()
+        sizes = dataclasses.astuple(heads) if divides and heads.query else ()
         kind = "@".join(filter(None, [kinds[each], ".".join(map(str, sizes))]))
         found[name] = shapes[name], kind.removesuffix(".0"), ""
     return found
@@ -169,7 +169,7 @@ def sites_of(parameters: Mapping[str, Line]) -> dict[str, Site]:
     sites = {}
     for name, (_, kind, _) in parameters.items():
         module, _, text = kind.partition("@")
-        heads = Heads(*map(int, text.split("."))) if text else None
+        heads = Heads(*map(int, text.split("."))) if text else Heads()
         is_transposed = module.startswith("ConvTranspose")
         sites[name] = Site(
             heads,
@@ -203,7 +203,9 @@ def table(record: Mapping[str, Mapping[str, Mapping[str, str]]]) -> str:
         rows.append([f"**{release}**", *[""] * (len(head) - 1)])
         models = {family: expand(lines) for family, lines in families.items()}
         has_heads = any(
-            site.heads for parameters in models.values() for site in sites_of(parameters).values()
+            site.heads.query
+            for parameters in models.values()
+            for site in sites_of(parameters).values()
         )
         rows += [row(family, each, has_heads) for family, each in models.items()]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
@@ -256,7 +258,7 @@ def heads_told(
         if not any(map(in_heads, types)):
             continue
         heads = sites[name].heads
-        if heads is None:
+        if not heads.query:
             refused.add("unknown: rows")
             continue
         attention = name.rsplit(".", 1 + name.endswith(".weight"))[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections import Counter, defaultdict
@@ -13,18 +14,16 @@ from torch import nn
 from amo_dist.config import require, sort_operator_types
 from amo_dist.operators.modules import sites_by_name
 from amo_dist.operators.patterns import (
-    OUTSIDE,
     UNKNOWN,
     Classified,
     Patterns,
-    Shapes,
     check_expressions,
     check_patterns,
     clean_name,
     find_views,
     unknown_matrices,
 )
-from amo_dist.operators.views import ADAMW, Site
+from amo_dist.operators.views import ADAMW
 
 
 def param_groups(
@@ -106,9 +105,20 @@ def param_groups(
         require(count == 1, "model", f"two parameters {name!r}", "distinct names")
     shapes = {name: tuple(parameter.shape) for parameter, name in names.items()}
     sites = sites_by_name(parts, per_head)
-    options = {"flatten_conv": flatten_conv, "per_head": bool(per_head)}
-    options["takes_unknown"] = unknown == "matrix"
-    classified = _classify(parameters, targets, shapes, sites, **options)
+    find = functools.partial(
+        find_views,
+        patterns=targets,
+        shapes=shapes,
+        flatten_conv=flatten_conv,
+        per_head=bool(per_head),
+        takes_unknown=unknown == "matrix",
+    )
+    classified: dict[str, Classified] = {
+        name: (None, "complex") if parameter.is_complex() else find(name, site=sites[name])
+        for name, parameter in parameters
+    }
+    if refused := {n: shapes[n] for n, made in classified.items() if made == (None, UNKNOWN)}:
+        raise unknown_matrices(refused)
     pairs_by_key = defaultdict[tuple[bool, bool, int], list[tuple[str, nn.Parameter]]](list)
     for name, parameter in parameters:
         views, reason = classified[name]
@@ -145,26 +155,6 @@ def _as_modules(model: Any) -> list[nn.Module]:
     return parts
 
 
-def _classify(
-    parameters: Sequence[tuple[str, nn.Parameter]],
-    targets: Patterns,
-    shapes: Shapes,
-    sites: Mapping[str, Site],
-    **options: bool,
-) -> dict[str, Classified]:
-    """Matrices of all parameters to train, by name; ``options`` are those of `find_views`."""
-    classified: dict[str, Classified] = {}
-    for name, parameter in parameters:
-        if parameter.is_complex():
-            classified[name] = None, "complex"
-        else:
-            classified[name] = find_views(name, targets, shapes, sites[name], **options)
-    unknown = {name: shapes[name] for name, made in classified.items() if made == (None, UNKNOWN)}
-    if unknown:
-        raise unknown_matrices(unknown)
-    return classified
-
-
 def describe(
     groups: Sequence[Mapping[str, Any]], classified: Mapping[str, Classified], num_frozen: int
 ) -> str:
@@ -188,15 +178,12 @@ def describe(
             remark = "; ".join(filter(None, [number, reason, *notes]))
             kind = ", ".join(sort_operator_types(kinds)) + (f" ({remark})" if remark else "")
             rows.append((name, str(tuple(parameter.shape)), kind))
-    num_outside = [reason for _, reason in classified.values()].count(OUTSIDE)
-    remedy = "patterns or unknown='matrix' orthogonalize them, lr_multipliers sets their rate"
-    notice = [f"{num_outside} outside of any block go to AdamW: {remedy}"] * bool(num_outside)
     totals = [f"{number:,} entries {kind}" for kind, number in entries.items()]
     totals += [f"{num_frozen} frozen parameters left out"] if num_frozen else []
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     table = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     summary = ", ".join(f"{counts[kind]} {kind}" for kind in sort_operator_types(counts))
-    return "\n".join([*table, "", summary, *notice, ", ".join(totals)])
+    return "\n".join([*table, "", summary, ", ".join(totals)])
 
 
 def _first_match(patterns: Iterable[str], name: str) -> int:

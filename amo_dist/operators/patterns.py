@@ -42,12 +42,9 @@ CONVOLUTION = "convolution"
 BY_PATTERN = "by your pattern"
 """Reason of a parameter that one of the user's patterns matches."""
 
-# torch.compile, activation checkpointing, FSDP; PEFT's layers and copies; parametrizations, whose
-# weight_norm keeps the direction in ``original1`` and the magnitude in ``original0``.
+# torch.compile, activation checkpointing, FSDP; PEFT's layers and copies.
 _WRAPPERS = re.compile(
-    r"_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_module\.|base_layer\."
-    r"|modules_to_save\.\w+\.|parametrizations\.(?=\w+\.original)"
-    r"|(?<=\w)\.original1?(?=$)"
+    r"(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module|base_layer|modules_to_save\.\w+)\."
 )
 _BLOCK = re.compile(r"(?:^|\.)(?:\w*(?:layers?|blocks?)|h|layer\d|stages?|conformer)\.\d+\.")
 
@@ -67,11 +64,7 @@ _ANYWHERE: _Table = (
     (r"mlp\.(?:linear_fc2|c_proj)\.weight", "mlp_down"),
     # torchtitan and Mixtral number the matrices of a feed-forward: see `_NUMBERED`.
     (r"feed_forward\.w([123])\.weight", r"mlp_\1"),
-    (
-        r"moe\.(?:routed_experts\.inner_)?(shared_)?experts\.w([123])(?:_E\w+|\.weight)?",
-        r"\1expert_\2",
-    ),
-    (r"block_sparse_moe\.experts\.\d+\.w([123])\.weight", r"expert_\1"),
+    (r"(?:inner_)?(shared_)?experts\.(?:\d+\.)?w([123])(?:_E\w+|\.weight)?", r"\1expert_\2"),
     # gpt_oss interleaves rows of gate and up: one matrix, as two would have a piece per row.
     (r"inner_experts\.mlp1_weight_EGD", "expert_gate_up"),
     (r"inner_experts\.mlp2_weight_EDF", "expert_down"),
@@ -96,10 +89,8 @@ _IN_BLOCKS: _Table = (
     (r"(?:fc1|fc1_x|fc_in|lin1|linear1|pwconv1|dense_h_to_4h|ffn)\.weight", "mlp_up"),
     (r"(?:DenseReluDense\.wi(?:_1)?|intermediate(?:_dense|(?:_query)?\.dense))\.weight", "mlp_up"),
     (r"(?:fc2|fc_out|lin2|linear2|pwconv2|dense_4h_to_h|ffn_output)\.weight", "mlp_down"),
-    (
-        r"(?:DenseReluDense\.wo|mlp\.(?:Wo|weights_out)|output(?:_dense|(?:_query)?\.dense))\.weight",
-        "mlp_down",
-    ),
+    (r"(?:DenseReluDense\.wo|mlp\.(?:Wo|weights_out))\.weight", "mlp_down"),
+    (r"output(?:_dense|(?:_query)?\.dense)\.weight", "mlp_down"),
     (r"downsample\.reduction\.weight", "patch_merge"),
     (r"layers\.\d+\.linear\.weight", "hybrid_proj"),
 )
@@ -120,7 +111,6 @@ _AS_ONE = (*_INTERLEAVED, "expert_gate_up", "ssm_in")
 _ADAMW_NAMES: _Table = (
     # PEFT's LoRA, VeRA, AdaLoRA, LoHa, LoKr, IA3, OFT, BOFT, HRA.
     (r"(?:(?:lora|vera|hada|lokr|ia3|oft|boft|hra)_|\w*_adapter_list\.)\w+(?:\..*)?", "adapter"),
-    (r"\w+\.original0", "magnitude"),
     (r"relative_attention_bias\.weight|\w*bias_table|rel_pos_\w+", "relative positions"),
     (r"(?:continuous_position_bias|cpb)_mlp\..*", "relative positions"),
     (r"(?:.*_)?bias(?:_[A-Z]+)?", "bias"),
@@ -146,8 +136,8 @@ def is_head(name: str) -> bool:
 def clean_name(name: str) -> str:
     """Remove the components that wrappers add to a name.
 
-    Those of ``torch.compile``, activation checkpointing, FSDP, PEFT and parametrizations go
-    wherever they stand, the ``module.`` of DDP at the start.
+    Those of ``torch.compile``, activation checkpointing, FSDP and PEFT go wherever they stand, the
+    ``module.`` of DDP at the start.
     """
     return _WRAPPERS.sub("", name).removeprefix("module.")
 
@@ -185,7 +175,7 @@ def find_views(
     if flatten_conv and reason == CONVOLUTION:
         target, reason = "conv", ""
     if takes_unknown and reason in (UNKNOWN, OUTSIDE) and len(shape) == 2:
-        # A matrix of one row or column is a vector, such as a magnitude of weight_norm.
+        # A matrix of one row or column is a vector, such as a magnitude of a neuron.
         is_matrix = min(shape) > 1 and not site.is_embedding and not is_head(name)
         target, reason = ("matrix", UNKNOWN) if is_matrix else (None, "head, embedding or vector")
     if target is None:
@@ -265,36 +255,25 @@ def check_expressions(field: str, patterns: Iterable[str]) -> None:
             raise ValueError(f"{field}: found {pattern!r}, {expected}") from error
 
 
-def suggest_patterns(shapes: Shapes) -> dict[str, str | Fused]:
+def suggest_patterns(shapes: Shapes) -> dict[str, str]:
     """Suggest a pattern and a target for each kind of parameter, from its name and shape.
 
-    A matrix, a convolution or the matrices of experts become one operator type, or three if name
-    and shape are those of queries, keys and values side by side. Anything else, an embedding and a
-    head go to AdamW.
+    A matrix, a convolution or the matrices of experts become one operator type. Anything else, an
+    embedding and a head go to AdamW.
 
     Args:
         shapes: Shapes of the parameters that need a pattern.
     """
-    patterns: dict[str, str | Fused] = {}
+    patterns = {}
     for name, shape in shapes.items():
         parts = name.split(".")
         words = [part for part in parts if not part.isdigit() and part != "weight"][-2:]
         is_known = is_head(name) or any(_ends_in(name, tail) for tail, _ in _ADAMW_NAMES)
-        kind: str | Fused = ADAMW
-        if not is_known and (len(shape) in (2, 4) or "expert" in name):
-            kind = _qkv(name, shape) or re.sub(r"\W+", "_", "_".join(words)).lower() or "matrix"
+        is_matrix = not is_known and (len(shape) in (2, 4) or "expert" in name)
+        kind = re.sub(r"\W+", "_", "_".join(words)).lower() or "matrix"
         pattern = r"\.".join(r"\d+" if part.isdigit() else re.escape(part) for part in parts)
-        patterns[pattern] = kind
+        patterns[pattern] = kind if is_matrix else ADAMW
     return patterns
-
-
-def _qkv(name: str, shape: tuple[int, ...]) -> Fused | None:
-    """Divide a fused projection whose queries have the model's width; None for another matrix."""
-    rows, width = shape[:2]
-    keys, odd = divmod(rows - width, 2)
-    if len(shape) != 2 or odd or not 0 < keys <= width or not re.search(r"(?i)qkv", name):
-        return None
-    return Fused(tuple(zip(_QKV, (width, keys, keys), strict=True)))
 
 
 def format_patterns(shapes: Shapes) -> str:
@@ -302,10 +281,9 @@ def format_patterns(shapes: Shapes) -> str:
     lines = []
     for pattern, kind in suggest_patterns(shapes).items():
         matched = [str(shape) for name, shape in shapes.items() if re.fullmatch(pattern, name)]
-        value = f"Fused({kind.parts})" if isinstance(kind, Fused) else f'"{kind}"'
         comment = f"{len(matched)} of {', '.join(dict.fromkeys(matched))}"
-        lines.append(f'    r"{pattern}": {value},  # {comment}')
-    return "\n".join(["from amo_dist import Fused", "", "patterns = {", *lines, "}"])
+        lines.append(f'    r"{pattern}": "{kind}",  # {comment}')
+    return "\n".join(["patterns = {", *lines, "}"])
 
 
 def unknown_matrices(shapes: Shapes) -> ValueError:
@@ -315,7 +293,7 @@ def unknown_matrices(shapes: Shapes) -> ValueError:
         f"patterns: found matrices of unknown names inside blocks ({len(shapes)}), first {name} "
         f"{shape}, expected a pattern for each. Paste and edit:\n{format_patterns(shapes)}\n"
         "A value is an operator type of any name (its matrices share a schedule), 'adamw', or "
-        "Fused(...) for several matrices side by side. Pass them as "
+        "amo_dist.Fused(...) for several matrices side by side. Pass them as "
         "param_groups(model, patterns=patterns). Or pass unknown='matrix': all matrices of unknown "
         "names then are one operator type."
     )
@@ -342,7 +320,7 @@ def _packed(name: str, shapes: Shapes, site: Site, kind: str) -> str | Fused:
     if kind == "attn_q":
         if rows != 2 * values:
             return kind
-        if heads is None or values % heads.query:
+        if not heads.query or values % heads.query:
             return "attn_q_gate"
         return Fused((("attn_q", values), ("attn_gate", values)), groups=values // heads.query)
     num_values = len(kind) - len("attn_qk")  # v, or v and z
@@ -352,7 +330,7 @@ def _packed(name: str, shapes: Shapes, site: Site, kind: str) -> str | Fused:
     parts = (("attn_q", keys), ("attn_k", keys), ("attn_v", values))
     if kind == "attn_qkv":
         return Fused(parts)
-    if heads is None or keys % heads.key or values % (keys // heads.key):
+    if not heads.key or keys % heads.key or values % (keys // heads.key):
         return kind
     return Fused((*parts, ("attn_gate", values)), groups=keys // heads.key)
 

@@ -89,30 +89,25 @@ def _is_part(part: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Heads:
-    """Rows per head in each projection of an attention."""
+    """Rows per head in each projection of an attention; all 0 if no module says."""
 
-    query: int
+    query: int = 0
     """Rows of a query head."""
-    key: int
+    key: int = 0
     """Rows of a key head; in latent attention those without rotary positions."""
-    value: int
+    value: int = 0
     """Rows of a value head."""
     rotary: int = 0
     """Rows at the end of each query head that rotate with the position. Above 0 in latent
     attention alone, where all heads share the rotary keys."""
-
-    def of(self, operator_type: str) -> int:
-        """Rows per head in a projection of this type; 0 if the type has no heads."""
-        field = _ROWS_BY_TYPE.get(operator_type)
-        return getattr(self, field) if field else 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Site:
     """Facts about a parameter that the modules around it give, beside its name and shape."""
 
-    heads: Heads | None = None
-    """Rows per head of the attention that the parameter belongs to; None if no module says."""
+    heads: Heads = Heads()
+    """Rows per head of the attention that the parameter belongs to."""
     is_convolution: bool = False
     """Whether the parameter belongs to a convolution of one, two or three dims."""
     is_embedding: bool = False
@@ -157,32 +152,26 @@ def by_head(name: str, shape: tuple[int, ...], target: str | Fused, site: Site) 
             the heads.
     """
     heads = site.heads
-    if heads is None:
-        kinds = {target} if isinstance(target, str) else dict(target.parts).keys() - target.heads
-        expected = "per_head=ROWS of one head, or a pattern with Fused(..., heads=...)"
-        has_rows = not any(map(in_heads, kinds))
-        require(has_rows, f"per_head: {name}", "no module that gives the rows of a head", expected)
-        return target
     if target == "mla_kv_b":  # each head's keys, then its values
         number = _num_heads(name, shape[-2], heads.key + heads.value)
         parts = (("mla_k_b", number * heads.key), ("mla_v_b", number * heads.value))
         return Fused(parts, groups=number, heads={kind: number for kind, _ in parts})
     if isinstance(target, str):
-        if not heads.of(target):
+        if not in_heads(target):
             return target
         target = Fused(((target, shape[site.output_dim - 2]),), dim=site.output_dim)
     num_heads = {
-        kind: _num_heads(name, size, rows)
+        kind: _num_heads(name, size, getattr(heads, _ROWS_BY_TYPE[kind]))
         for kind, size in target.parts
-        if (rows := heads.of(kind))
+        if kind in _ROWS_BY_TYPE and kind not in target.heads
     }
     return dataclasses.replace(target, heads={**num_heads, **target.heads})
 
 
 def _num_heads(name: str, size: int, rows: int) -> int:
-    remedy = "set per_head=ROWS, or write a pattern with Fused(..., heads=...)"
-    expected = f"a multiple of the {rows} rows of a head: {remedy}"
-    require(size % rows == 0, name, f"{size} rows", expected)
+    value = f"{size} rows in heads of {rows}" if rows else "no module that gives the rows of a head"
+    expected = "whole heads: set per_head=ROWS, or write a pattern with Fused(..., heads=...)"
+    require(rows > 0 and size % rows == 0, f"per_head: {name}", value, expected)
     return size // rows
 
 
@@ -201,10 +190,10 @@ def cut_views(
     Raises:
         ValueError: The shape has another number of dims, or the parts do not add up to it.
     """
-    whole = ((0, shape[-2]), (0, shape[-1]))
     is_convolution = len(shape) == 4 or (site.is_convolution and len(shape) > 2)
     is_known = isinstance(target, str) if is_convolution else len(shape) in (2, 3)
     require(is_known, name, f"shape {shape} for {target!r}", "(m, n) or (E, m, n)")
+    whole = ((0, shape[-2]), (0, shape[-1]))
     if isinstance(target, str):
         matrix = [MatrixView("", target, None, site.output_dim)]
     else:
@@ -249,7 +238,6 @@ def check_operator_type(operator_type: str) -> None:
     """Raise ``ValueError`` for a name of a type that reports and files cannot hold."""
     # "/" separates the layer group, and "=" the value of a command's option.
     is_plain = operator_type.isprintable() and not set("/=") & set(operator_type)
-    is_valid = is_plain and operator_type.strip() == operator_type != ""
+    is_name = operator_type.strip() == operator_type and operator_type.casefold() not in ("", ADAMW)
     expected = "a printable name without '/' and '=', such as 'attn_q'"
-    is_valid = is_valid and operator_type.casefold() != ADAMW
-    require(is_valid, "operator type", repr(operator_type), expected)
+    require(is_plain and is_name, "operator type", repr(operator_type), expected)

@@ -123,7 +123,7 @@ def _attention(
         if target is None:
             continue
         target = by_head(param, shape, target, site)
-        if site.heads is not None:
+        if site.heads.query:
             rotary = site.heads.rotary
         if not isinstance(target, Fused) or not {*_QUERIES, *_KEYS} & target.heads.keys():
             continue
