@@ -21,7 +21,7 @@ from amo_dist.operators.patterns import (
     check_patterns,
     clean_name,
     find_views,
-    unknown_matrices,
+    format_patterns,
 )
 from amo_dist.operators.views import ADAMW
 
@@ -117,8 +117,11 @@ def param_groups(
         name: (None, "complex") if parameter.is_complex() else find(name, site=sites[name])
         for name, parameter in parameters
     }
-    if refused := {n: shapes[n] for n, made in classified.items() if made == (None, UNKNOWN)}:
-        raise unknown_matrices(refused)
+    refused = {name: shapes[name] for name, made in classified.items() if made == (None, UNKNOWN)}
+    value = f"matrices of unknown names inside blocks ({len(refused)}), first {[*refused][:1]}"
+    expected = "a pattern for each, or unknown='matrix', which makes all of them one operator type"
+    remedy = f"Paste, edit and pass as patterns=patterns:\n{format_patterns(refused)}"
+    require(not refused, "patterns", value, f"{expected}. {remedy}")
     pairs_by_key = defaultdict[tuple[bool, bool, int], list[tuple[str, nn.Parameter]]](list)
     for name, parameter in parameters:
         views, reason = classified[name]
@@ -179,10 +182,10 @@ def describe(
             kind = ", ".join(sort_operator_types(kinds)) + (f" ({remark})" if remark else "")
             rows.append((name, str(tuple(parameter.shape)), kind))
     totals = [f"{number:,} entries {kind}" for kind, number in entries.items()]
-    totals += [f"{num_frozen} frozen parameters left out"] if num_frozen else []
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     table = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     summary = ", ".join(f"{counts[kind]} {kind}" for kind in sort_operator_types(counts))
+    totals.append(f"{num_frozen} frozen parameters left out")
     return "\n".join([*table, "", summary, ", ".join(totals)])
 
 

@@ -277,26 +277,18 @@ def suggest_patterns(shapes: Shapes) -> dict[str, str]:
 
 
 def format_patterns(shapes: Shapes) -> str:
-    """Write `suggest_patterns` as Python, with the count and the shapes of each one's matches."""
+    """Write `suggest_patterns` as Python, with the count and the shapes of each one's matches.
+
+    A line after them says which values a pattern may have.
+    """
     lines = []
     for pattern, kind in suggest_patterns(shapes).items():
         matched = [str(shape) for name, shape in shapes.items() if re.fullmatch(pattern, name)]
         comment = f"{len(matched)} of {', '.join(dict.fromkeys(matched))}"
         lines.append(f'    r"{pattern}": "{kind}",  # {comment}')
-    return "\n".join(["patterns = {", *lines, "}"])
-
-
-def unknown_matrices(shapes: Shapes) -> ValueError:
-    """Make the error for matrices of unknown names inside blocks, with patterns to paste."""
-    name, shape = next(iter(shapes.items()))
-    return ValueError(
-        f"patterns: found matrices of unknown names inside blocks ({len(shapes)}), first {name} "
-        f"{shape}, expected a pattern for each. Paste and edit:\n{format_patterns(shapes)}\n"
-        "A value is an operator type of any name (its matrices share a schedule), 'adamw', or "
-        "amo_dist.Fused(...) for several matrices side by side. Pass them as "
-        "param_groups(model, patterns=patterns). Or pass unknown='matrix': all matrices of unknown "
-        "names then are one operator type."
-    )
+    remark = "A value is an operator type of any name (its matrices share a schedule), 'adamw', or "
+    remark += "amo_dist.Fused(...) for several matrices side by side."
+    return "\n".join(["patterns = {", *lines, "}", remark])
 
 
 def _ends_in(name: str, tail: str) -> re.Match[str] | None:

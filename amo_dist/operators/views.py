@@ -63,8 +63,6 @@ class Fused:
         is_pairs = isinstance(self.parts, (tuple, list)) and all(map(_is_part, self.parts))
         expected = "pairs (operator type, integer size), at least one"
         require(is_pairs and len(self.parts) > 0, "Fused.parts", repr(self.parts), expected)
-        # TOML and JSON have lists in place of tuples.
-        object.__setattr__(self, "parts", tuple((kind, size) for kind, size in self.parts))
         types = [operator_type for operator_type, _ in self.parts]
         require(len(set(types)) == len(types), "Fused.parts", types, "distinct operator types")
         for operator_type in types:

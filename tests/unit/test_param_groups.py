@@ -257,7 +257,9 @@ PATTERNS = r"""patterns = {
 
 
 def test_an_error_prints_patterns_for_the_whole_model() -> None:
-    with pytest.raises(ValueError, match=r"^patterns: .*\(4\), first blocks.0.mixer.mix") as caught:
+    with pytest.raises(
+        ValueError, match=r"^patterns: .*\(4\), first .'blocks.0.mixer.mix"
+    ) as caught:
         param_groups(module_of(MIXER))
     assert PATTERNS in str(caught.value)
     types = types_of(module_of(MIXER), patterns=pasted(PATTERNS))
@@ -280,5 +282,5 @@ def test_unknown_matrices_are_one_type_where_asked_for() -> None:
     named = types_of(model, unknown="matrix", patterns=patterns)
     del expected["adapter.weight"]
     assert named == {**expected, "output.weight": "head"}
-    with pytest.raises(ValueError, match=r"(?s)layers\.0\.mixing.* pass unknown='matrix': all"):
+    with pytest.raises(ValueError, match=r"layers\.0\.mixing.*unknown='matrix'"):
         param_groups(model)
