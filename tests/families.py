@@ -82,10 +82,7 @@ def verdicts(parameters: Mapping[str, Line]) -> dict[str, str]:
     """The verdict on each parameter of a model."""
     shapes = {name: shape for name, (shape, _, _) in parameters.items()}
     sites = sites_of(parameters)
-    return {
-        name: verdict(find_views(name, shape, {}, shapes, sites[name]))
-        for name, shape in shapes.items()
-    }
+    return {name: verdict(find_views(name, {}, shapes, sites[name])) for name in shapes}
 
 
 def expand(lines: Mapping[str, str]) -> dict[str, Line]:
@@ -158,10 +155,10 @@ def recorded(model: nn.Module) -> dict[str, Line]:
     sites = sites_by_name([model])
     found: dict[str, Line] = {}
     for name, each in model.named_parameters():
-        views, _ = find_views(name, shapes[name], {}, shapes, sites[name])
+        views, _ = find_views(name, {}, shapes, sites[name])
         divides = any(in_heads(view.operator_type) for view in views or ())
         heads = sites[name].heads
-        sizes = dataclasses.astuple(heads) if divides and heads else ()
+        sizes = dataclasses.astuple(heads) if divides and heads.query else ()
         kind = "@".join(filter(None, [kinds[each], ".".join(map(str, sizes))]))
         found[name] = shapes[name], kind.removesuffix(".0"), ""
     return found
@@ -172,7 +169,7 @@ def sites_of(parameters: Mapping[str, Line]) -> dict[str, Site]:
     sites = {}
     for name, (_, kind, _) in parameters.items():
         module, _, text = kind.partition("@")
-        heads = Heads(*map(int, text.split("."))) if text else None
+        heads = Heads(*map(int, text.split("."))) if text else Heads()
         is_transposed = module.startswith("ConvTranspose")
         sites[name] = Site(
             heads,
@@ -206,7 +203,9 @@ def table(record: Mapping[str, Mapping[str, Mapping[str, str]]]) -> str:
         rows.append([f"**{release}**", *[""] * (len(head) - 1)])
         models = {family: expand(lines) for family, lines in families.items()}
         has_heads = any(
-            site.heads for parameters in models.values() for site in sites_of(parameters).values()
+            site.heads.query
+            for parameters in models.values()
+            for site in sites_of(parameters).values()
         )
         rows += [row(family, each, has_heads) for family, each in models.items()]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
@@ -216,10 +215,7 @@ def row(family: str, parameters: Mapping[str, Line], has_heads: bool) -> list[st
     """A line of the table; ``has_heads`` where the record of its release tells heads."""
     shapes = {name: shape for name, (shape, _, _) in parameters.items()}
     sites = sites_of(parameters)
-    found = {
-        name: find_views(name, shape, {}, shapes, sites[name], flatten_conv=True)
-        for name, shape in shapes.items()
-    }
+    found = {name: find_views(name, {}, shapes, sites[name], flatten_conv=True) for name in shapes}
     held = {name: views for name, (views, _) in found.items() if views}
     reason_by_name = {name: reason for name, (_, reason) in found.items() if name not in held}
     unknown = suggest_patterns(
@@ -262,13 +258,13 @@ def heads_told(
         if not any(map(in_heads, types)):
             continue
         heads = sites[name].heads
-        if heads is None:
+        if not heads.query:
             refused.add("unknown: rows")
             continue
         attention = name.rsplit(".", 1 + name.endswith(".weight"))[0]
         rows[attention] = heads.query
         try:
-            views, _ = find_views(name, shapes[name], {}, shapes, sites[name], per_head=True)
+            views, _ = find_views(name, {}, shapes, sites[name], per_head=True)
         except ValueError:
             refused.add("other rows: a pattern")
             continue

@@ -49,8 +49,8 @@ def classify(
 
 def pasted(text: str) -> dict[str, Any]:
     """The patterns that an error or a report prints."""
-    (source,) = re.findall(r"^from amo_dist .*?^\}$", text, flags=re.MULTILINE | re.DOTALL)
+    (source,) = re.findall(r"^patterns = .*?^\}$", text, flags=re.MULTILINE | re.DOTALL)
     variables: dict[str, Any] = {}
-    exec(source, variables)  # with no name but its own imports
+    exec(source, variables)
     patterns: dict[str, Any] = variables["patterns"]
     return patterns

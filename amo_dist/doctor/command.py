@@ -54,9 +54,9 @@ def run_doctor(args: argparse.Namespace) -> int:
         return int(is_first)
     print_first(f"amo doctor: {site}")
     logging.disable(logging.WARNING)  # checks provoke warnings
-    checks = [*machine.checks(site), *optimizer.checks(site)]
-    if args.probe is not None:
-        checks = machine.probe(site, args.probe)
+    checks = machine.checks(site, args.probe)
+    if args.probe is None:
+        checks += optimizer.checks(site)
     verdicts = []
     for verdict in examine(site, checks, args.seconds):
         print_first(verdict)

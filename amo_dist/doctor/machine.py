@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
-import socket
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -29,19 +28,17 @@ TIMINGS = 5
 """Timings, of which the shortest counts: the others include connections, or something disturbed."""
 
 
-def checks(site: Site) -> list[Check]:
-    """List the checks of network and arithmetic in the order in which they run."""
+def checks(site: Site, folder: Path | None = None) -> list[Check]:
+    """List the checks of arithmetic, network and the disk of a folder, if one is given."""
     alone = "" if site.world_size > 1 else "needs 2 ranks"
     figure = functools.partial(arithmetic_figure, compares=site.is_cuda)
-    return [
+    listed = [
         Check("arithmetic", functools.partial(arithmetic, site), figure),
         Check("network", functools.partial(network, site), speed_figure, skip=alone),
     ]
-
-
-def probe(site: Site, folder: Path) -> list[Check]:
-    """List the checks of a minute before training, which include the disk of a folder."""
-    return [*checks(site), Check("disk", functools.partial(disk, site, folder), speed_figure)]
+    if folder is not None:
+        listed.append(Check("disk", functools.partial(disk, site, folder), speed_figure))
+    return listed
 
 
 # ------------------------------------------------------------------ arithmetic
@@ -59,12 +56,11 @@ def arithmetic(site: Site) -> dict[str, float]:
     m, n = (1024, 1536) if site.is_cuda else (128, 192)
     generator = torch.Generator("cpu").manual_seed(0)
     full = torch.randn(m, n, generator=generator, device="cpu")
-    decay = torch.logspace(0, -4, m, device="cpu").unsqueeze(-1)
-    for name, matrix in {"normal": full, "graded": full * decay}.items():
-        ell = spectrum(matrix)[0].item()
-        observed = spectrum(matrix.to(site.device))[0].item()
-        if not abs(observed - ell) <= ELL_ERROR * ell:
-            raise Fault(f"{name}: ell: found {observed:.6g}, expected {ell:.6g}")
+    graded = full * torch.logspace(0, -4, m, device="cpu").unsqueeze(-1)
+    ell = spectrum(graded)[0].item()
+    observed = spectrum(graded.to(site.device))[0].item()
+    if not abs(observed - ell) <= ELL_ERROR * ell:
+        raise Fault(f"ell: found {observed:.6g}, expected {ell:.6g}")
     coefficients = schedule_for(1e-3, 5).coefficients
     expected = orthogonalize(full, coefficients, dtype=torch.float32)
     run = functools.partial(orthogonalize, full.to(site.device), coefficients, dtype=torch.bfloat16)
@@ -149,21 +145,17 @@ def disk(site: Site, folder: Path) -> float:
         Fault: The folder takes no file, or other bytes came back.
     """
     data = os.urandom(2**26 if site.is_cuda else 2**20)
-    path = folder / f".probe-{socket.gethostname()}-{site.rank}-{os.getpid()}"
     try:
-        start = time.perf_counter()
-        with path.open("xb") as file:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-") as file:
+            start = time.perf_counter()
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        seconds = time.perf_counter() - start
-        if path.read_bytes() != data:
-            raise Fault(f"{path}: found other bytes than were written")
+            seconds = time.perf_counter() - start
+            if Path(file.name).read_bytes() != data:
+                raise Fault(f"{file.name}: found other bytes than were written")
     except OSError as error:
         raise Fault(f"{folder}: found no folder that takes a file: {error}") from None
-    finally:
-        with contextlib.suppress(OSError):  # of a folder that took none
-            path.unlink()
     return len(data) / seconds
 
 

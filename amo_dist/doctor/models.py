@@ -44,18 +44,15 @@ class Run:
         groups = param_groups(self.model)
         self.optimizer = AMO(groups, lr=3e-3, config=config, process_group=group)
 
-    def train(self, steps: range) -> None:
-        """Take steps with the gradients of their numbers."""
-        for step in steps:
-            self.set_gradients(step)
+    def train(self, num_steps: int) -> None:
+        """Take steps with gradients that the first entries alone decide, in any layout."""
+        for step in range(1, num_steps + 1):
+            for name, param in self.model.named_parameters():
+                param.grad = param.detach().clone()
+                # Products and fractional parts have the same bits wherever an entry lies.
+                values = ((1000 + 37 * step) * self._start[name]).frac() - 0.5
+                local_tensor(param.grad).copy_(values)
             self.optimizer.step()
-
-    def set_gradients(self, step: int) -> None:
-        """Give every parameter a gradient that its first entries alone decide, in any layout."""
-        for name, param in self.model.named_parameters():
-            param.grad = param.detach().clone()
-            # Products and fractional parts have the same bits wherever an entry lies.
-            local_tensor(param.grad).copy_(((1000 + 37 * step) * self._start[name]).frac() - 0.5)
 
     def whole(self) -> dict[str, Tensor]:
         """Gather all parameters."""
@@ -83,10 +80,9 @@ def _decoder() -> nn.Module:
             attention_norm=nn.LayerNorm(32, bias=False, device="cpu"),
         )
 
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        layers = nn.ModuleList([block(), block()])
-        return module(tok_embeddings=nn.Embedding(48, 32, device="cpu"), layers=layers)
+    torch.manual_seed(0)
+    layers = nn.ModuleList([block(), block()])
+    return module(tok_embeddings=nn.Embedding(48, 32, device="cpu"), layers=layers)
 
 
 def make_model(site: Site, layout: str) -> nn.Module:

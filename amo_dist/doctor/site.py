@@ -30,14 +30,14 @@ class Site:
         rank: Rank of this process.
         world_size: Number of ranks.
         device: Device of this rank: ``cuda`` with its index, or ``cpu``.
-        store: Store of all ranks that nothing else uses; None on one rank.
+        store: Store of all ranks that nothing else uses.
         hosts: Host of each rank, once they have met.
     """
 
     rank: int
     world_size: int
     device: torch.device
-    store: Any = None
+    store: Any = dataclasses.field(default_factory=dist.HashStore)  # type: ignore[attr-defined]
     hosts: Sequence[str] = ()
 
     @property
@@ -59,8 +59,6 @@ class Site:
         Raises:
             Fault: Some ranks, which the message names, left no value in time.
         """
-        if self.store is None:
-            return [value]
         keys = [f"doctor/{key}/{rank}" for rank in range(self.world_size)]
         self.store.set(keys[self.rank], json.dumps(value))
         try:
@@ -94,17 +92,15 @@ def join(seconds: float) -> Site:
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
-    rank, world_size, store = 0, int(os.environ.get("WORLD_SIZE", 1)), None
-    if world_size > 1:
-        try:
-            meeting = datetime.timedelta(seconds=MEETING_SECONDS)
-            store, rank, world_size = next(rendezvous("env://", timeout=meeting))
-        except RuntimeError as error:
-            raise Fault(f"the ranks did not meet: {error}") from error
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        return call_roll(Site(0, 1, device))
+    try:
+        meeting = datetime.timedelta(seconds=MEETING_SECONDS)
+        store, rank, world_size = next(rendezvous("env://", timeout=meeting))
+    except RuntimeError as error:
+        raise Fault(f"the ranks did not meet: {error}") from error
     # A group with a missing or unlike rank could wait for good; hence the roll call comes first.
     site = call_roll(Site(rank, world_size, device, store))
-    if store is None:
-        return site
     backend, timeout = "nccl" if site.is_cuda else "gloo", datetime.timedelta(seconds=seconds)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     # A thread that waits in a store blocks the other users of the same object; hence the clone.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections import Counter, defaultdict
@@ -13,18 +14,16 @@ from torch import nn
 from amo_dist.config import require, sort_operator_types
 from amo_dist.operators.modules import sites_by_name
 from amo_dist.operators.patterns import (
-    OUTSIDE,
     UNKNOWN,
     Classified,
     Patterns,
-    Shapes,
     check_expressions,
     check_patterns,
     clean_name,
     find_views,
-    unknown_matrices,
+    format_patterns,
 )
-from amo_dist.operators.views import ADAMW, Site
+from amo_dist.operators.views import ADAMW
 
 
 def param_groups(
@@ -96,16 +95,33 @@ def param_groups(
     expressions = {"patterns": targets, "no_decay": undecayed, "lr_multipliers": factors}
     for field, patterns_of_field in expressions.items():
         check_expressions(field, patterns_of_field)
-        if not allow_unused:
-            _check_use(field, patterns_of_field, parts, names)
+        for pattern in patterns_of_field:
+            is_used = any(re.fullmatch(pattern, name) for name in names.values())
+            value = f"{pattern!r}, which matches no parameter"
+            expected = "one that matches a whole name, the first one of a tied parameter"
+            require(is_used or allow_unused, field, value, f"{expected}, or allow_unused=True")
     parameters = [(name, param) for param, name in names.items() if param.requires_grad]
     for name, count in Counter(name for name, _ in parameters).items():
         require(count == 1, "model", f"two parameters {name!r}", "distinct names")
     shapes = {name: tuple(parameter.shape) for parameter, name in names.items()}
     sites = sites_by_name(parts, per_head)
-    options = {"flatten_conv": flatten_conv, "per_head": bool(per_head)}
-    options["takes_unknown"] = unknown == "matrix"
-    classified = _classify(parameters, targets, shapes, sites, **options)
+    find = functools.partial(
+        find_views,
+        patterns=targets,
+        shapes=shapes,
+        flatten_conv=flatten_conv,
+        per_head=bool(per_head),
+        takes_unknown=unknown == "matrix",
+    )
+    classified: dict[str, Classified] = {
+        name: (None, "complex") if parameter.is_complex() else find(name, site=sites[name])
+        for name, parameter in parameters
+    }
+    refused = {name: shapes[name] for name, made in classified.items() if made == (None, UNKNOWN)}
+    value = f"matrices of unknown names inside blocks ({len(refused)}), first {[*refused][:1]}"
+    expected = "a pattern for each, or unknown='matrix', which makes all of them one operator type"
+    remedy = f"Paste, edit and pass as patterns=patterns:\n{format_patterns(refused)}"
+    require(not refused, "patterns", value, f"{expected}. {remedy}")
     pairs_by_key = defaultdict[tuple[bool, bool, int], list[tuple[str, nn.Parameter]]](list)
     for name, parameter in parameters:
         views, reason = classified[name]
@@ -142,53 +158,10 @@ def _as_modules(model: Any) -> list[nn.Module]:
     return parts
 
 
-def _check_use(
-    field: str,
-    patterns: Iterable[str],
-    parts: Sequence[nn.Module],
-    names: Mapping[nn.Parameter, str],
-) -> None:
-    """Refuse expressions that match no parameter."""
-    for pattern in patterns:
-        if any(re.fullmatch(pattern, name) for name in names.values()):
-            continue
-        for part in parts:
-            for alias, parameter in part.named_parameters(remove_duplicate=False):
-                tied = f"{pattern!r}, and {clean_name(alias)} is tied to {names[parameter]}"
-                is_alias = re.fullmatch(pattern, clean_name(alias)) is not None
-                require(not is_alias, field, tied, f"one that matches {names[parameter]}")
-        expected = "one that matches the whole of a cleaned name (allow_unused=True accepts it)"
-        require(False, field, f"{pattern!r}, which matches no parameter", expected)
-
-
-def _classify(
-    parameters: Sequence[tuple[str, nn.Parameter]],
-    targets: Patterns,
-    shapes: Shapes,
-    sites: Mapping[str, Site],
-    **options: bool,
-) -> dict[str, Classified]:
-    """Matrices of all parameters to train, by name; ``options`` are those of `find_views`."""
-    classified: dict[str, Classified] = {}
-    for name, parameter in parameters:
-        if parameter.is_complex():
-            classified[name] = None, "complex"
-        else:
-            shape, site = shapes[name], sites[name]
-            classified[name] = find_views(name, shape, targets, shapes, site, **options)
-    unknown, outside = (
-        {name: shapes[name] for name, result in classified.items() if result == (None, reason)}
-        for reason in (UNKNOWN, OUTSIDE)
-    )
-    if unknown:
-        raise unknown_matrices(unknown, outside)
-    return classified
-
-
 def describe(
     groups: Sequence[Mapping[str, Any]], classified: Mapping[str, Classified], num_frozen: int
 ) -> str:
-    """Format a table of names, shapes and operator types of the groups, followed by counts.
+    """Format a table of names, shapes and operator types of the groups, and counts in lines.
 
     Args:
         groups: Result of `param_groups`.
@@ -208,20 +181,12 @@ def describe(
             remark = "; ".join(filter(None, [number, reason, *notes]))
             kind = ", ".join(sort_operator_types(kinds)) + (f" ({remark})" if remark else "")
             rows.append((name, str(tuple(parameter.shape)), kind))
-    summary = [(kind, str(counts[kind])) for kind in sort_operator_types(counts)]
-    num_outside = [reason for _, reason in classified.values()].count(OUTSIDE)
-    remedy = "patterns or unknown='matrix' orthogonalize them, lr_multipliers sets their rate"
-    notice = [f"{num_outside} outside of any block go to AdamW: {remedy}", ""] * bool(num_outside)
     totals = [f"{number:,} entries {kind}" for kind, number in entries.items()]
-    totals += [f"{num_frozen} frozen parameters left out"] if num_frozen else []
-    table = [*_align(rows), "", *_align([("operator type", "count"), *summary])]
-    return "\n".join([*table, "", *notice, ", ".join(totals)])
-
-
-def _align(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    padded = [[cell.ljust(w) for cell, w in zip(row, widths, strict=True)] for row in rows]
-    return ["  ".join(cells).rstrip() for cells in padded]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    table = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    summary = ", ".join(f"{counts[kind]} {kind}" for kind in sort_operator_types(counts))
+    totals.append(f"{num_frozen} frozen parameters left out")
+    return "\n".join([*table, "", summary, ", ".join(totals)])
 
 
 def _first_match(patterns: Iterable[str], name: str) -> int:

@@ -11,9 +11,6 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from amo_dist.operators.patterns import clean_name
 from amo_dist.operators.views import Heads, Site
 
-_LATENT = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-_LINEAR = (("head_k_dim", "head_v_dim"), ("key_head_dim", "value_head_dim"))
-_SIZES = ("head_dim", "attention_head_size", "key_value_proj_dim")
 _WIDTH_AND_NUMBER = (
     ("hidden_size", "num_attention_heads"),
     ("embed_dim", "num_heads"),
@@ -40,7 +37,7 @@ def sites_by_name(parts: Sequence[nn.Module], per_head: bool | int = False) -> d
     sites: dict[str, Site] = {}
     chosen = None if isinstance(per_head, bool) else Heads(per_head, per_head, per_head)
 
-    def visit(module: nn.Module, prefix: str, outer: Heads | None) -> None:
+    def visit(module: nn.Module, prefix: str, outer: Heads) -> None:
         heads = chosen or _heads_of(module) or outer
         # GPT-2 of Hugging Face. FSDP2 makes a subclass of a module's class.
         is_conv1d = any(kind.__name__ == "Conv1D" for kind in type(module).__mro__)
@@ -56,7 +53,7 @@ def sites_by_name(parts: Sequence[nn.Module], per_head: bool | int = False) -> d
             visit(child, f"{prefix}{name}.", heads)
 
     for part in parts:
-        visit(part, "", None)
+        visit(part, "", Heads())
     return sites
 
 
@@ -73,13 +70,13 @@ def _read(values: Mapping[str, Any]) -> Heads | None:
         is_valid = all(isinstance(number, int) and number > 0 for number in numbers)
         return numbers if is_valid else None  # type: ignore[return-value]
 
-    if latent := sizes(*_LATENT):
+    if latent := sizes("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
         content, rotary, value = latent
         return Heads(content + rotary, content, value, rotary)
-    for fields in _LINEAR:
+    for fields in (("head_k_dim", "head_v_dim"), ("key_head_dim", "value_head_dim")):
         if linear := sizes(*fields):
             return Heads(linear[0], linear[0], linear[1])
-    for field in _SIZES:
+    for field in ("head_dim", "attention_head_size", "key_value_proj_dim"):
         if size := sizes(field):
             return Heads(*size * 3)
     for fields in _WIDTH_AND_NUMBER:

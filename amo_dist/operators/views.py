@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from amo_dist.config import Box, require
@@ -20,7 +19,7 @@ class MatrixView:
 
     suffix: str
     """Text after the parameter's name in the matrix's name: empty for the whole parameter, else
-    such as ``[q]`` or ``[3]``."""
+    such as ``[attn_q]`` or ``[3]``."""
     operator_type: str
     """Type of the matrix; matrices of one type share a schedule."""
     boxes: tuple[Box, ...] | None
@@ -64,18 +63,15 @@ class Fused:
         is_pairs = isinstance(self.parts, (tuple, list)) and all(map(_is_part, self.parts))
         expected = "pairs (operator type, integer size), at least one"
         require(is_pairs and len(self.parts) > 0, "Fused.parts", repr(self.parts), expected)
-        # TOML and JSON have lists in place of tuples.
-        object.__setattr__(self, "parts", tuple((kind, size) for kind, size in self.parts))
         types = [operator_type for operator_type, _ in self.parts]
         require(len(set(types)) == len(types), "Fused.parts", types, "distinct operator types")
         for operator_type in types:
             check_operator_type(operator_type)
         is_dim = type(self.dim) is int and self.dim in (0, 1)
         require(is_dim, "Fused.dim", repr(self.dim), "0 (rows) or 1 (columns)")
-        is_mapping = isinstance(self.heads, Mapping)
-        require(is_mapping, "Fused.heads", repr(self.heads), "a mapping of types to integers")
-        unknown = [key for key in self.heads if key not in types]
-        require(not unknown, "Fused.heads", unknown, f"operator types among {types}")
+        is_mapping = isinstance(self.heads, Mapping) and self.heads.keys() <= set(types)
+        expected = f"a mapping of operator types among {types} to integers"
+        require(is_mapping, "Fused.heads", repr(self.heads), expected)
         for operator_type, size in self.parts:
             divisors = {"groups": self.groups, "heads": self.heads.get(operator_type, 1)}
             for field, divisor in divisors.items():
@@ -91,30 +87,25 @@ def _is_part(part: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Heads:
-    """Rows per head in each projection of an attention."""
+    """Rows per head in each projection of an attention; all 0 if no module says."""
 
-    query: int
+    query: int = 0
     """Rows of a query head."""
-    key: int
+    key: int = 0
     """Rows of a key head; in latent attention those without rotary positions."""
-    value: int
+    value: int = 0
     """Rows of a value head."""
     rotary: int = 0
     """Rows at the end of each query head that rotate with the position. Above 0 in latent
     attention alone, where all heads share the rotary keys."""
-
-    def of(self, operator_type: str) -> int:
-        """Rows per head in a projection of this type; 0 if the type has no heads."""
-        field = _ROWS_BY_TYPE.get(operator_type)
-        return getattr(self, field) if field else 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Site:
     """Facts about a parameter that the modules around it give, beside its name and shape."""
 
-    heads: Heads | None = None
-    """Rows per head of the attention that the parameter belongs to; None if no module says."""
+    heads: Heads = Heads()
+    """Rows per head of the attention that the parameter belongs to."""
     is_convolution: bool = False
     """Whether the parameter belongs to a convolution of one, two or three dims."""
     is_embedding: bool = False
@@ -159,32 +150,26 @@ def by_head(name: str, shape: tuple[int, ...], target: str | Fused, site: Site) 
             the heads.
     """
     heads = site.heads
-    if heads is None:
-        kinds = {target} if isinstance(target, str) else dict(target.parts).keys() - target.heads
-        expected = "per_head=ROWS of one head, or a pattern with Fused(..., heads=...)"
-        has_rows = not any(map(in_heads, kinds))
-        require(has_rows, f"per_head: {name}", "no module that gives the rows of a head", expected)
-        return target
     if target == "mla_kv_b":  # each head's keys, then its values
         number = _num_heads(name, shape[-2], heads.key + heads.value)
         parts = (("mla_k_b", number * heads.key), ("mla_v_b", number * heads.value))
         return Fused(parts, groups=number, heads={kind: number for kind, _ in parts})
     if isinstance(target, str):
-        if not heads.of(target):
+        if not in_heads(target):
             return target
         target = Fused(((target, shape[site.output_dim - 2]),), dim=site.output_dim)
     num_heads = {
-        kind: _num_heads(name, size, rows)
+        kind: _num_heads(name, size, getattr(heads, _ROWS_BY_TYPE[kind]))
         for kind, size in target.parts
-        if (rows := heads.of(kind))
+        if kind in _ROWS_BY_TYPE and kind not in target.heads
     }
     return dataclasses.replace(target, heads={**num_heads, **target.heads})
 
 
 def _num_heads(name: str, size: int, rows: int) -> int:
-    remedy = "set per_head=ROWS, or write a pattern with Fused(..., heads=...)"
-    expected = f"a multiple of the {rows} rows of a head: {remedy}"
-    require(size % rows == 0, name, f"{size} rows", expected)
+    value = f"{size} rows in heads of {rows}" if rows else "no module that gives the rows of a head"
+    expected = "whole heads: set per_head=ROWS, or write a pattern with Fused(..., heads=...)"
+    require(rows > 0 and size % rows == 0, f"per_head: {name}", value, expected)
     return size // rows
 
 
@@ -204,16 +189,14 @@ def cut_views(
         ValueError: The shape has another number of dims, or the parts do not add up to it.
     """
     is_convolution = len(shape) == 4 or (site.is_convolution and len(shape) > 2)
-    if is_convolution and isinstance(target, str):
-        return (MatrixView("", target, None, site.output_dim),)
-    is_known = len(shape) == 2 or (len(shape) == 3 and not is_convolution)
+    is_known = isinstance(target, str) if is_convolution else len(shape) in (2, 3)
     require(is_known, name, f"shape {shape} for {target!r}", "(m, n) or (E, m, n)")
     whole = ((0, shape[-2]), (0, shape[-1]))
     if isinstance(target, str):
         matrix = [MatrixView("", target, None, site.output_dim)]
     else:
         matrix = _fused_views(name, whole, target)
-    if len(shape) == 2:
+    if len(shape) == 2 or is_convolution:
         return tuple(matrix)
     views = []
     for expert, view in itertools.product(range(shape[0]), matrix):
@@ -228,9 +211,8 @@ def _fused_views(name: str, whole: Box, fused: Fused) -> list[MatrixView]:
     total = sum(size for _, size in fused.parts)
     expected = f"parts that add up to {whole[fused.dim][1]}, its size along dim {fused.dim}"
     require(total == whole[fused.dim][1], name, f"{fused.parts} = {total}", expected)
-    labels = _labels([operator_type for operator_type, _ in fused.parts])
     views, offset = [], 0
-    for (operator_type, size), label in zip(fused.parts, labels, strict=True):
+    for operator_type, size in fused.parts:
         share, stride = size // fused.groups, total // fused.groups
         num_heads = fused.heads.get(operator_type, 1)
         for head in range(num_heads):
@@ -243,23 +225,17 @@ def _fused_views(name: str, whole: Box, fused: Fused) -> list[MatrixView]:
             ]
             ranges = [(low + shift, high + shift) for low, high, shift in overlaps if low < high]
             boxes = tuple((r, whole[1]) if fused.dim == 0 else (whole[0], r) for r in ranges)
-            suffix = f"[{label}.{head}]" if operator_type in fused.heads else f"[{label}]"
+            number = f".{head}" if operator_type in fused.heads else ""
+            suffix = f"[{operator_type}{number}]"
             views.append(MatrixView(suffix, operator_type, boxes, fused.dim))
         offset += share
     return views
-
-
-def _labels(operator_types: Sequence[str]) -> list[str]:
-    """Strip the family from types (``attn_q`` -> ``q``) if that leaves them distinct."""
-    short = [re.sub(r"^(?:attn|mlp|expert|shared_expert)_", "", t) for t in operator_types]
-    return short if len(set(short)) == len(short) else list(operator_types)
 
 
 def check_operator_type(operator_type: str) -> None:
     """Raise ``ValueError`` for a name of a type that reports and files cannot hold."""
     # "/" separates the layer group, and "=" the value of a command's option.
     is_plain = operator_type.isprintable() and not set("/=") & set(operator_type)
-    is_valid = is_plain and operator_type.strip() == operator_type != ""
+    is_name = operator_type.strip() == operator_type and operator_type.casefold() not in ("", ADAMW)
     expected = "a printable name without '/' and '=', such as 'attn_q'"
-    is_valid = is_valid and operator_type.casefold() != ADAMW
-    require(is_valid, "operator type", repr(operator_type), expected)
+    require(is_plain and is_name, "operator type", repr(operator_type), expected)

@@ -451,7 +451,7 @@ class Muon(torch.optim.Optimizer):
             f"params: found no matrix among {len(shapes)} parameters ({examples}...), expected at "
             "least one: name yours by param_groups(model, patterns={...}), take all by "
             "unknown='matrix', or have AdamW train all of them by allow_no_matrices=True"
-            + (f". To paste and to edit:\n{format_patterns(large, anywhere=True)}" if large else "")
+            + (f". To paste and to edit:\n{format_patterns(large)}" if large else "")
         )
 
     @contextlib.contextmanager

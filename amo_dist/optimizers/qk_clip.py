@@ -122,11 +122,11 @@ def _attention(
     rotary = 0
     for param, shape in shapes.items():
         site = sites[param]
-        target, _ = find_target(param, shape, patterns, shapes, site)
+        target, _ = find_target(param, patterns, shapes, site)
         if target is None:
             continue
         target = by_head(param, shape, target, site)
-        if site.heads is not None:
+        if site.heads.query:
             rotary = site.heads.rotary
         if not isinstance(target, Fused) or not {*_QUERIES, *_KEYS} & target.heads.keys():
             continue

@@ -83,20 +83,13 @@ def off_by(factor: float, which: int) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize(
-    ("target", "name", "value", "check"),
-    [
-        (machine, "orthogonalize", off_by(1.1, 0), machine.arithmetic),
-        (machine, "spectrum", off_by(1.01, 1), machine.arithmetic),
-        (optimizer, "local_tensor", torch.clone, optimizer.skipped),
-    ],
+    ("name", "value"), [("orthogonalize", off_by(1.1, 0)), ("spectrum", off_by(1.01, 1))]
 )
-def test_a_planted_fault_is_found(
-    target: Any, name: str, value: Any, check: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    check(ONE)
-    monkeypatch.setattr(target, name, value)
+def test_a_planted_fault_is_found(name: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.arithmetic(ONE)
+    monkeypatch.setattr(machine, name, value)
     with pytest.raises(Fault):
-        check(ONE)
+        machine.arithmetic(ONE)
 
 
 def test_a_slow_device_is_named() -> None:

@@ -18,7 +18,6 @@ from amo_dist import (
     ROOT,
     AdaMuon,
     AMOConfig,
-    Fused,
     Muon,
     MuonConfig,
     NorMuon,
@@ -241,18 +240,6 @@ def patterns_of(call: Callable[[], object]) -> dict[str, Any]:
         call()
     patterns: dict[str, Any] = pasted(str(error.value))
     return patterns
-
-
-def test_fused_queries_keys_and_values_are_suggested_as_such() -> None:
-    shapes = {"blocks.0.qkv.weight": (96, 32), "blocks.0.to_qkv.weight": (48, 32)}
-    model = models.plain_model(shapes | {"blocks.0.proj.weight": (32, 32)})
-    found = patterns_of(lambda: param_groups(model))
-    third, grouped = (
-        Fused((("attn_q", 32), ("attn_k", size), ("attn_v", size))) for size in (32, 8)
-    )
-    assert [*found.values()] == [third, grouped, "blocks_proj"]
-    types = Muon(param_groups(model, patterns=found)).operator_types
-    assert types[:3] == ("attn_q", "attn_k", "attn_v")
 
 
 @pytest.mark.parametrize(

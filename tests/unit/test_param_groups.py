@@ -208,8 +208,8 @@ IN_TURN = {"layers.0.attention.query_key_value.weight": (24, 8)}
         ({X: (4, 4, 3, 3, 3)}, {"patterns": {".*": "conv"}}, X),
         ({X: (16, 4, 3, 3)}, {"patterns": {".*": QKV}}, X),
         ({X: (15, 4)}, {"patterns": {".*": QKV}}, X),
-        (HEADS, {"per_head": True}, "per_head: .*wq.* no module that gives the rows of a head"),
-        (HEADS, {"per_head": 5}, "wq.* found 12 rows, expected a multiple of the 5 rows"),
+        (HEADS, {"per_head": True}, "per_head: .*wq.* no module"),
+        (HEADS, {"per_head": 5}, "per_head: .*wq.* found 12 rows"),
         (HEADS, {"per_head": 1}, "per_head: found 1, expected True, False or"),
         (HEADS, {"per_head": "yes"}, "per_head: found 'yes'"),
         (IN_TURN, {"per_head": 4}, "found queries, keys, values in unknown order"),
@@ -249,19 +249,16 @@ MIXER = {
     "0.weight": (4, 4),
     "blocks.0.norm.weight": (4,),
 }
-PATTERNS = r"""from amo_dist import Fused
-
-patterns = {
+PATTERNS = r"""patterns = {
     r"blocks\.\d+\.mixer\.mix": "mixer_mix",  # 1 of (8, 4)
     r"blocks\.\d+\.mixer\.receptance\.weight": "mixer_receptance",  # 2 of (4, 4)
     r"blocks\.\d+\.moe\.experts\.first": "experts_first",  # 1 of (2, 4, 4)
-    r"\d+\.weight": "adamw",  # 1 of (4, 4)
 }"""
 
 
 def test_an_error_prints_patterns_for_the_whole_model() -> None:
     with pytest.raises(
-        ValueError, match=r"^patterns: found 4 matrices .* blocks.0.mixer.mix"
+        ValueError, match=r"^patterns: .*\(4\), first .'blocks.0.mixer.mix"
     ) as caught:
         param_groups(module_of(MIXER))
     assert PATTERNS in str(caught.value)
@@ -285,5 +282,5 @@ def test_unknown_matrices_are_one_type_where_asked_for() -> None:
     named = types_of(model, unknown="matrix", patterns=patterns)
     del expected["adapter.weight"]
     assert named == {**expected, "output.weight": "head"}
-    with pytest.raises(ValueError, match=r"(?s)layers\.0\.mixing.* pass unknown='matrix': all"):
+    with pytest.raises(ValueError, match=r"layers\.0\.mixing.*unknown='matrix'"):
         param_groups(model)
