@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import random
-import tempfile
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +21,6 @@ from tests import runs
 from tests.distributed import models
 from tests.distributed.harness import Ranks
 from tests.distributed.test_layouts_more import by_matrix, gradient, place, views_of, world_mesh
-from tests.faults.series import Trial
 from tests.oracle import AdaMuonOracle, NorMuonOracle, Oracle
 
 LR, WEIGHT_DECAY, STEPS = 3e-3, 0.1, 6
@@ -264,15 +259,3 @@ def _assert_alike(found: Tensor, expected: Tensor, rounds: bool, what: str) -> N
         return
     scale = expected.abs().max().float() * torch.finfo(expected.dtype).eps
     assert (found.float() - expected.float()).abs().max() <= STEPS * scale, what
-
-
-@contextlib.contextmanager
-def cases(run_on: Ranks | None = None) -> Iterator[Trial]:
-    """Cases on ranks that they share."""
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = run_on or Ranks(lambda: Path(tempfile.mkdtemp(dir=folder)))
-        try:
-            yield lambda rng: check(draw(rng), ranks)
-        finally:
-            if run_on is None:
-                ranks.close()
