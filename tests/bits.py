@@ -28,7 +28,7 @@ from amo_dist import ROOT, AdaMuon, Fused, Muon, NorMuon
 from tests import runs
 from tests.distributed import models
 from tests.distributed.harness import Ranks
-from tests.distributed.test_layouts_more import set_gradients
+from tests.distributed.twin import set_gradients
 
 NUM_RANKS = 3
 NUM_STEPS, MISSING_AT, NAN_AT, RESUMED_AT = 12, 3, 5, 6

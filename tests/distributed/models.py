@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+from amo_dist.distributed.layout import mesh_layout
 
 SHAPES: dict[str, tuple[int, ...]] = {
     # Tall, wide and square; rows that no world of 2, 3 or 4 divides; fewer rows than ranks.
@@ -177,28 +179,33 @@ def set_gradients(
 
 def place_like(tensor: Tensor, param: Tensor) -> Tensor:
     """A whole tensor, known on every rank, on the device and in the placements of ``param``."""
-    tensor = tensor.to(param.device)
-    if not isinstance(param, DTensor):
-        return tensor
-    # Cut here: distribute_tensor would communicate, and does not know FSDP over TP.
-    from amo_dist.distributed.layout import layout_of
+    if isinstance(param, DTensor):
+        return place(tensor, param.device_mesh, param.placements)
+    return tensor.to(param.device)
 
-    layout = layout_of(param, "tensor", [])
-    local = tensor
-    for dim, intervals in enumerate(layout.intervals_by_rank[dist.get_rank()]):
-        local = torch.cat(
-            [local.narrow(dim, low, high - low) for low, high in intervals]
-            or [local.narrow(dim, 0, 0)],
-            dim,
-        )
+
+def place(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """A whole tensor, known on every rank, in placements on the device of a mesh.
+
+    Cut here: ``distribute_tensor`` would communicate, and does not know FSDP over TP.
+    """
+    intervals = mesh_layout(tuple(tensor.shape), mesh.mesh, tuple(placements)).intervals_by_rank
     return DTensor.from_local(
-        local.contiguous(),
-        param.device_mesh,
-        param.placements,
+        cut(tensor, intervals[dist.get_rank()]).contiguous().to(mesh.device_type),
+        mesh,
+        placements,
         run_check=False,
-        shape=param.shape,
-        stride=param.stride(),
+        shape=tensor.shape,
+        stride=tensor.stride(),
     )
+
+
+def cut(tensor: Tensor, intervals_by_dim: Iterable[Sequence[tuple[int, int]]]) -> Tensor:
+    """The part of a tensor in some intervals of each dim."""
+    for dim, intervals in enumerate(intervals_by_dim):
+        parts = [tensor.narrow(dim, start, stop - start) for start, stop in intervals]
+        tensor = torch.cat(parts or [tensor.narrow(dim, 0, 0)], dim)
+    return tensor
 
 
 def whole(tensor: Tensor) -> Tensor:

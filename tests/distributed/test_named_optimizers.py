@@ -18,7 +18,8 @@ from tests import runs
 from tests.distributed import models
 from tests.distributed.harness import Ranks
 from tests.distributed.test_ranks import raised
-from tests.fuzz.cases import LR, NAMES, WEIGHT_DECAY, Case, check
+from tests.distributed.twin import LR, WEIGHT_DECAY
+from tests.fuzz.cases import NAMES, Case, check
 
 AMO_FIELDS: dict[str, Any] = {
     "observe_until": 2,
