@@ -96,21 +96,6 @@ def is_allowed(importer: str, imported: str) -> bool:
     return is_below or (top == "amo_dist" and own == other and importer != imported)
 
 
-@pytest.mark.parametrize(
-    ("importer", "imported", "expected"),
-    [
-        ("amo_dist.optimizers.muon", "numpy", False),
-        ("amo_dist.optimizers.muon", "amo_dist.engine.step", True),
-        ("amo_dist.engine.step", "amo_dist.optimizers.muon", False),
-        ("amo_dist.engine.step", "amo_dist.engine.world", True),
-        ("amo_dist.state.load", "amo_dist.engine.parameters", False),
-        ("amo_dist.config", "torch", False),
-    ],
-)
-def test_directions(importer: str, imported: str, expected: bool) -> None:
-    assert is_allowed(importer, imported) == expected
-
-
 def test_imports_keep_their_directions() -> None:
     wrong = [
         f"{module_name(path)} imports {name}"
