@@ -39,7 +39,6 @@ def main(make_trial: Callable[[Ranks, Path], Trial]) -> int:
     """The command line of a series; 1 where a trial failed."""
     parser = argparse.ArgumentParser(description="Trials that are drawn at random.")
     parser.add_argument("--number", type=int, default=10, help="trials to run")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after these")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, help="one trial, by its number")
     options = parser.parse_args()
@@ -49,8 +48,6 @@ def main(make_trial: Callable[[Ranks, Path], Trial]) -> int:
     with contextlib.closing(Ranks()) as ranks, tempfile.TemporaryDirectory() as folder:
         trial = make_trial(ranks, Path(folder))
         for number in numbers:
-            if time.monotonic() - start > 60 * options.minutes:
-                break
             events["trials"] += 1
             try:
                 events += run_series(trial, [number], options.seed)
