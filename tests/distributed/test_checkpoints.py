@@ -15,9 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
     get_optimizer_state_dict,
-    set_model_state_dict,
     set_optimizer_state_dict,
 )
 from torch.nn.parallel import DistributedDataParallel
@@ -28,7 +26,7 @@ from tests import runs
 from tests.distributed import models
 from tests.distributed.harness import Ranks
 from tests.distributed.test_ranks import raised
-from torchtitan_ext import CheckpointReader
+from tests.faults.worker import load, state_of
 
 # ---------------------------------------------------------------- from world to world
 
@@ -61,14 +59,6 @@ def make(layout: str, kind: str) -> tuple[nn.Module, Muon]:
     return runs.make(layout, shapes=SHAPES, **{"bucket_bytes": 256, **KINDS[kind]})
 
 
-def state_of(model: nn.Module, optimizer: Muon, flatten: bool) -> dict[str, Any]:
-    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
-    return {
-        "model": get_model_state_dict(model),
-        "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
-    }
-
-
 def go_on(model: nn.Module, optimizer: Muon, folder: str = "", flatten: bool = False) -> Any:
     """Train to the end, saving on the way where a folder is given.
 
@@ -97,12 +87,7 @@ def resume(
     rank: int, world_size: int, layout: str, kind: str, folder: str, flatten: bool, step: int
 ) -> Any:
     model, optimizer = make(layout, kind)
-    state = state_of(model, optimizer, flatten)
-    assert optimizer.num_steps_taken == 0  # the helper took no step to make state
-    dcp.load(state, storage_reader=CheckpointReader(Path(folder, f"step-{step}")))
-    set_model_state_dict(model, state["model"])
-    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
-    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
+    load(Path(folder, f"step-{step}"), model, optimizer, flatten)
     return go_on(model, optimizer)
 
 

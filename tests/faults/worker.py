@@ -18,13 +18,14 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
 
-from amo_dist import AMO, AMOConfig, param_groups
+from amo_dist import AMO, AMOConfig, Muon, param_groups
 from tests import runs
 from tests.distributed import models
 from torchtitan_ext import CheckpointReader, CheckpointWriter
@@ -109,18 +110,23 @@ class _Writer(CheckpointWriter):
             super().finish(metadata, results)
 
 
-def state_of(model: nn.Module, optimizer: AMO) -> dict[str, Any]:
+def state_of(model: nn.Module, optimizer: Muon, flatten: bool = False) -> dict[str, Any]:
+    """The state that DCP saves."""
+    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
     return {
         "model": get_model_state_dict(model),
-        "optimizer": get_optimizer_state_dict(model, optimizer),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
     }
 
 
-def load(folder: Path, model: nn.Module, optimizer: AMO) -> None:
-    state = state_of(model, optimizer)
+def load(folder: Path, model: nn.Module, optimizer: Muon, flatten: bool = False) -> None:
+    """Load what DCP has saved."""
+    state = state_of(model, optimizer, flatten)
+    assert optimizer.num_steps_taken == 0  # the helper took no step to make state
     dcp.load(state, storage_reader=CheckpointReader(folder))
     set_model_state_dict(model, state["model"])
-    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
 
 
 class _Saver:
