@@ -30,7 +30,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -120,7 +120,6 @@ class Pool:
         self._folder = tempfile.TemporaryDirectory()
         self._processes: list[BaseProcess] = []
         self._connections: list[Connection] = []
-        self._busy: set[int] = set()
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.faults.warm"])
         for rank in range(world_size):
@@ -170,22 +169,22 @@ class Pool:
     def _gather(self, what: str, timeout: float, deaths: bool = False) -> list[Any]:
         """The answers of all ranks to what they were asked, by rank."""
         self.is_broken = True
-        self._busy = set(range(len(self._processes)))
+        busy = set(range(len(self._processes)))
         values: list[Any] = [None] * len(self._processes)
         failure: BaseException | None = None
         cause: RankTraceback | None = None
         has_died = False
         deadline = time.monotonic() + timeout
-        while self._busy and (failure is None or deaths):
-            pending = [self._connections[rank] for rank in self._busy]
+        while busy and (failure is None or deaths):
+            pending = [self._connections[rank] for rank in busy]
             ready = wait(pending, max(0.0, deadline - time.monotonic()))
             if not ready:
                 break
-            for rank in [rank for rank in self._busy if self._connections[rank] in ready]:
-                self._busy.remove(rank)
+            for rank in [rank for rank in busy if self._connections[rank] in ready]:
+                busy.remove(rank)
                 try:
-                    answer = pickle.loads(self._connections[rank].recv_bytes())
-                    values[rank], error, text = answer
+                    received = self._connections[rank].recv_bytes()
+                    values[rank], error, text = pickle.loads(received)
                 except (EOFError, ConnectionResetError):
                     self._processes[rank].join(GRACE)
                     exitcode = self._processes[rank].exitcode
@@ -197,32 +196,32 @@ class Pool:
                     cause = cause or RankTraceback(f"on rank {rank}:\n{text}")
         if failure is not None and not (deaths and has_died):
             raise failure from cause
-        if self._busy and not has_died:
+        if busy and not has_died:
             raise TimeoutError(
-                f"{what}: no answer within {timeout:g} s from ranks {sorted(self._busy)} "
-                f"of {len(values)}\n{self._stacks()}"
+                f"{what}: no answer within {timeout:g} s from ranks {sorted(busy)} "
+                f"of {len(values)}\n{self._stacks(sorted(busy))}"
             )
         self.is_broken = has_died
         return values
 
-    def _stacks(self) -> str:
-        """Where the ranks that did not answer are."""
-        for rank in self._busy:
+    def _stacks(self, ranks: Sequence[int]) -> str:
+        """The stacks of ranks that did not answer."""
+        for rank in ranks:
             process = self._processes[rank]
             if process.is_alive() and process.pid is not None:
                 os.kill(process.pid, signal.SIGUSR1)
         time.sleep(0.5)  # the handlers write; nothing depends on how much arrives
-        files = ((rank, Path(self._folder.name, f"stack{rank}")) for rank in sorted(self._busy))
+        files = ((rank, Path(self._folder.name, f"stack{rank}")) for rank in ranks)
         return "\n".join(f"rank {rank}: {file.read_text()}" for rank, file in files)
 
     def stop(self) -> None:
-        """Ends all ranks: those that wait for a case by themselves, the others by signal."""
-        idle = [rank for rank in range(len(self._processes)) if rank not in self._busy]
-        for rank in idle:
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                self._connections[rank].send_bytes(b"")
-        for rank in idle:
-            self._processes[rank].join(GRACE)  # long enough to write its coverage
+        """Ends all ranks: by themselves where nothing failed, else by signal."""
+        if not self.is_broken:
+            for connection in self._connections:
+                with contextlib.suppress(BrokenPipeError):
+                    connection.send_bytes(b"")
+            for process in self._processes:
+                process.join(GRACE)  # long enough to write its coverage
         for process in self._processes:
             process.kill()
             process.join()
