@@ -118,28 +118,23 @@ def make_model(
         all_shapes: Shapes by name.
         device: Of its parameters and meshes; ``cuda`` in a `tests.simulated_device`.
     """
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
     if layout == "plain":
         return plain_model(all_shapes, device)
-    if layout == "fsdp":
-        mesh = init_device_mesh(device, (world_size,))
+    ranks = dist.get_world_size()
+    sizes = {
+        "fsdp": {"shard": ranks},
+        "hsdp": {"replicate": 2, "shard": ranks // 2},
+        "tp": {"tp": ranks},
+        "tp_fsdp": {"shard": ranks // 2, "tp": 2},
+        "hsdp_tp": {"replicate": 2, "shard": ranks // 4, "tp": 2},
+    }[layout]
+    mesh = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    if "tp" not in sizes:
         return shard(plain_model(all_shapes, device), mesh)
-    if layout == "hsdp":
-        mesh = init_device_mesh(device, (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
-        return shard(plain_model(all_shapes, device), mesh)
-    if layout == "tp":
-        mesh = init_device_mesh(device, (world_size,))
-        return _tensor_parallel(all_shapes, mesh)
-    if layout == "tp_fsdp":
-        mesh = init_device_mesh(device, (world_size // 2, 2), mesh_dim_names=("shard", "tp"))
-        return shard(_tensor_parallel(all_shapes, mesh["tp"]), mesh["shard"])
-    if layout == "hsdp_tp":
-        # As torchtitan lays it out: tensor parallelism cuts first, FSDP what is left of that.
-        sizes, names = (2, world_size // 4, 2), ("replicate", "shard", "tp")
-        mesh = init_device_mesh(device, sizes, mesh_dim_names=names)
-        sharded = mesh["replicate", "shard"]
-        return shard(_tensor_parallel(all_shapes, mesh["tp"]), sharded)
-    raise ValueError(f"layout: found {layout!r}")
+    # As torchtitan lays it out: tensor parallelism cuts first, FSDP what is left of that.
+    model = _tensor_parallel(all_shapes, mesh["tp"])
+    axes = tuple(name for name in sizes if name != "tp")
+    return shard(model, mesh[axes]) if axes else model
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
