@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import random
 import shutil
@@ -23,31 +22,20 @@ LAYOUTS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Trial:
-    """Runs over one folder of checkpoints; each but the last is killed.
+def draw(rng: random.Random) -> tuple[list[Run], list[list[str]]]:
+    """Random runs over one folder of checkpoints; each but the last is killed.
 
-    Attributes:
-        runs: Every run, in order.
-        damages: Kinds of damage to the newest checkpoint after each killed run.
+    Returns:
+        The runs in order, and the kinds of damage to the newest checkpoint after each.
     """
-
-    runs: tuple[Run, ...]
-    damages: tuple[tuple[str, ...], ...]
-
-
-def draw(rng: random.Random) -> Trial:
-    """A random trial."""
-    num_kills = rng.randint(1, 3)
-    runs = []
+    drawn = []
     # At later steps each, so that most runs get to their end.
-    for step in [*sorted(rng.sample(range(1, STEPS + 1), num_kills)), None]:
+    for step in [*sorted(rng.sample(range(1, STEPS + 1), rng.randint(1, 3))), None]:
         world_size, save_every = rng.randint(1, 4), rng.randint(1, 3)
         kill = None if step is None else _draw_kill(rng, step, world_size, save_every)
         layout, saves_async = rng.choice(LAYOUTS[world_size]), rng.random() < 0.5
-        runs.append(Run(world_size, layout, save_every, saves_async, kill))
-    damages = [tuple(rng.choices(KINDS, k=rng.choice((0, 1, 1, 2)))) for _ in range(num_kills)]
-    return Trial(tuple(runs), tuple(damages))
+        drawn.append(Run(world_size, layout, save_every, saves_async, kill))
+    return drawn, [rng.choices(KINDS, k=rng.choice((0, 1, 1, 2))) for _ in drawn]
 
 
 def _draw_kill(rng: random.Random, step: int, world_size: int, save_every: int) -> Kill:
@@ -88,13 +76,13 @@ class Campaign:
         Raises:
             AssertionError: Something that must be equal is not.
         """
-        trial = draw(rng)
+        trial_runs, damages = draw(rng)
         if not self._reference:  # an undisturbed run on one rank
             run = Run(1, "plain", STEPS + 1, False)
             (self._reference,) = self._run_on(1)(train, run, self._folder / "none")
         checkpoints = self._folder / "checkpoints"
-        ledger, events = Ledger(checkpoints), ["resumes"] * len(trial.damages)
-        for run, damages in zip(trial.runs, (*trial.damages, ()), strict=True):
+        ledger, events = Ledger(checkpoints), ["resumes"] * (len(trial_runs) - 1)
+        for run, kinds in zip(trial_runs, damages, strict=True):
             step, named = ledger.expected()
             resume, outcome = self.run(run, checkpoints)
             assert resume["first"] == step, (resume, step)
@@ -104,7 +92,7 @@ class Campaign:
                 events.append("a damaged checkpoint named")
             if outcome is not None:
                 break  # the last one, or one past the step of its kill already
-            events += filter(None, [ledger.harm(rng, kind) for kind in damages])
+            events += filter(None, [ledger.harm(rng, kind) for kind in kinds])
         assert outcome is not None
         assert set(outcome["controls"]) == set(range(step, STEPS + 1))
         for after, control in outcome["controls"].items():
