@@ -12,11 +12,11 @@ followed by a resume; learning rates fall.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import hashlib
 import json
 import logging
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from amo_dist import ROOT, AdaMuon, Fused, Muon, NorMuon
 from tests import runs
 from tests.distributed import models
 from tests.distributed.harness import Ranks
-from tests.distributed.test_layouts_more import set_gradients
+from tests.distributed.twin import set_gradients
 
 NUM_RANKS = 3
 NUM_STEPS, MISSING_AT, NAN_AT, RESUMED_AT = 12, 3, 5, 6
@@ -125,14 +125,12 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     hashes: dict[str, dict[str, str]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = Ranks(lambda: Path(tempfile.mkdtemp(dir=folder)))
+    with contextlib.closing(Ranks()) as ranks:
         for run in RUNS:
             results = ranks(1 if run[2] == "one" else NUM_RANKS)(train, *run)
             assert all(result == results[0] for result in results), "ranks ended with other bits"
             hashes[" ".join(run)] = results[0]
             print(" ".join(run), *results[0].values(), flush=True)
-        ranks.close()
     if options.json:
         options.json.write_text(json.dumps(hashes, indent=1) + "\n")
     before = json.loads(options.against.read_text()) if options.against else hashes

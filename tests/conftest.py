@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import pytest
@@ -17,11 +18,10 @@ settings.load_profile("unhurried")
 
 
 @pytest.fixture(scope="session")
-def run_on(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+def run_on() -> Iterator[Ranks]:
     """``run_on(world_size)(case, *args)``: a case on real gloo ranks, results by rank."""
-    ranks = Ranks(lambda: tmp_path_factory.mktemp("ranks"))
-    yield ranks
-    ranks.close()
+    with contextlib.closing(Ranks()) as ranks:
+        yield ranks
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

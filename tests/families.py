@@ -106,32 +106,25 @@ def numbers(part: str) -> list[str]:
 
 def compress(parameters: Mapping[str, Line]) -> dict[str, str]:
     """What `expand` takes apart."""
-    alike: dict[tuple[str, Line], list[tuple[int, ...]]] = defaultdict(list)
+    alike: dict[tuple[str, Line], list[tuple[str, ...]]] = defaultdict(list)
     for name, line in parameters.items():
-        parts = name.split(".")
-        template = ".".join("{}" if part.isdigit() else part for part in parts)
-        alike[template, line].append(tuple(int(part) for part in parts if part.isdigit()))
+        template = re.sub(r"(?<![^.])\d+(?![^.])", "{}", name)
+        alike[template, line].append(tuple(filter(str.isdigit, name.split("."))))
     return {
-        template.format(*map(as_ranges, box)): f"{'x'.join(map(str, shape)) or '()'} {kind} {what}"
+        template.format(*place): f"{'x'.join(map(str, shape)) or '()'} {kind} {what}"
         for (template, (shape, kind, what)), places in alike.items()
-        for box in boxes(places)
+        for place in products(places)
     }
 
 
-def boxes(places: list[tuple[int, ...]]) -> Iterator[tuple[tuple[int, ...], ...]]:
+def products(places: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """Places as products: for each number of the name the values that it takes."""
-    if not places[0]:
-        yield ()
-        return
-    rests: dict[int, list[tuple[int, ...]]] = defaultdict(list)
-    for first, *rest in places:
-        rests[first].append(tuple(rest))
-    firsts: dict[tuple[tuple[int, ...], ...], list[int]] = defaultdict(list)
-    for first, found in rests.items():
-        firsts[tuple(found)].append(first)
-    for alike, some in firsts.items():
-        for box in boxes(list(alike)):
-            yield (tuple(some), *box)
+    for index in reversed(range(len(places[0]))):
+        values: dict[tuple[tuple[str, ...], ...], list[int]] = defaultdict(list)
+        for place in places:
+            values[place[:index], place[index + 1 :]].append(int(place[index]))
+        places = [(*head, as_ranges(own), *tail) for (head, tail), own in values.items()]
+    return places
 
 
 def as_ranges(values: Iterable[int]) -> str:

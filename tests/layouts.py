@@ -13,6 +13,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from amo_dist.distributed.layout import Matrix, TensorLayout, make_matrix, mesh_layout
 from amo_dist.operators.views import Fused, MatrixView, Site, cut_views
+from tests.distributed.models import cut
 
 MAX_RANKS = 64
 
@@ -126,11 +127,7 @@ def models(draw: st.DrawFn, kinds: tuple[str, ...] = KINDS, max_ranks: int = MAX
 
 def local_tensor(layout: TensorLayout, whole: torch.Tensor, rank: int) -> torch.Tensor:
     """What ``rank`` holds of a tensor, cut from all of it."""
-    local = whole
-    for dim, intervals in enumerate(layout.intervals_by_rank[rank]):
-        parts = [local.narrow(dim, start, stop - start) for start, stop in intervals]
-        local = torch.cat(parts or [local.narrow(dim, 0, 0)], dim)
-    return local
+    return cut(whole, layout.intervals_by_rank[rank])
 
 
 def cut_view(view: MatrixView, whole: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ class Storages(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.live = self.peak = self.largest = 0
+        self.live = self.peak = 0
         self._known: set[int] = set()
 
     def __torch_dispatch__(
@@ -36,7 +36,6 @@ class Storages(TorchDispatchMode):
         self._known.add(key)
         self.live += size
         self.peak = max(self.peak, self.live)
-        self.largest = max(self.largest, size)
         weakref.finalize(storage, self._forget, key, size)
 
     def _forget(self, key: int, size: int) -> None:

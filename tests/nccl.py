@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_iter
 
 from tests.simulated_device import SimulatedTensor
 
@@ -103,7 +104,7 @@ class Nccl:
         self.calls[name] += 1
         if threading.get_ident() != self._thread:
             raise NcclError(f"{name}: two threads use one communicator")
-        tensors = [each for each in _flat((args, kwargs)) if isinstance(each, Tensor)]
+        tensors = [each for each in tree_iter((args, kwargs)) if isinstance(each, Tensor)]
         for tensor in tensors:
             if not tensor.is_contiguous():
                 raise NcclError(f"{name}: a tensor that is not contiguous")
@@ -133,7 +134,7 @@ class Nccl:
             return
         names = [argument.name for argument in schema.arguments]
         for name, value in (*zip(names, args, strict=False), *kwargs.items()):
-            for tensor in _flat([value]):
+            for tensor in tree_iter(value):
                 if type(tensor) not in (Tensor, SimulatedTensor):
                     continue
                 for work in works:
@@ -167,16 +168,6 @@ class Nccl:
         if left := [work.what for work in self._left()]:
             raise NcclError(f"not waited for: {left}")
         self._under_way = []
-
-
-def _flat(value: Any) -> Iterator[Any]:
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _flat(each)
-    else:
-        yield value
 
 
 @contextlib.contextmanager

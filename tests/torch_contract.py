@@ -99,14 +99,6 @@ def problem() -> tuple[list[nn.Parameter], Callable[[], Tensor]]:
     return params, loss
 
 
-def train(optimizer: Muon, loss: Callable[[], Tensor], steps: int = 8) -> list[float]:
-    return [float(optimizer.step(loss)) for _ in range(steps)]  # type: ignore[arg-type]
-
-
-def same(left: Iterable[Tensor], right: Iterable[Tensor]) -> bool:
-    return all(map(torch.equal, left, right))
-
-
 @EVERY_INPUT
 def test_the_loss_falls_and_a_loaded_state_goes_on_alike(
     cls: type[Muon], kwargs: dict[str, Any]
@@ -115,33 +107,18 @@ def test_the_loss_falls_and_a_loaded_state_goes_on_alike(
     before = float(loss())
     optimizer = build(cls, params, **kwargs)
     repr(optimizer)
-    train(optimizer, loss)
+    for _ in range(8):
+        optimizer.step(loss)
     twins, twin_loss = problem()
     for twin, param in zip(twins, params, strict=True):
         twin.data = param.data.clone()
     other = build(cls, twins, **kwargs)
-    saved = copy.deepcopy(optimizer.state_dict())
-    other.load_state_dict(saved)
-    train(optimizer, loss, 22)
-    train(other, twin_loss, 22)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for _ in range(22):
+        assert float(optimizer.step(loss)) == float(other.step(twin_loss))
     assert float(loss()) < before
-    assert same(params, twins)
+    assert all(map(torch.equal, params, twins))
     assert repr(optimizer.state_dict()) == repr(other.state_dict())
-    fresh = build(cls, problem()[0], **kwargs)
-    fresh.load_state_dict(saved)
-    assert repr(fresh.state_dict()["param_groups"]) == repr(saved["param_groups"])
-
-
-@EVERY_INPUT
-def test_zero_gradients_change_nothing(cls: type[Muon], kwargs: dict[str, Any]) -> None:
-    params, _ = problem()
-    optimizer = build(cls, params, **{**kwargs, "weight_decay": 0.0})
-    before = [param.detach().clone() for param in params]
-    for param in params:
-        param.grad = torch.zeros_like(param)
-    for _ in range(3):
-        optimizer.step()
-    assert same(params, before)
 
 
 MISTAKES = {

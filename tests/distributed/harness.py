@@ -19,7 +19,6 @@ collective under way.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import datetime
 import faulthandler
 import multiprocessing
@@ -27,10 +26,11 @@ import os
 import pickle
 import signal
 import sys
+import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -38,7 +38,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import set_debug_level_from_env
 
 START_TIMEOUT = 120.0
 """Seconds for all ranks to import torch and to meet."""
@@ -51,38 +50,13 @@ MOST_GROUPS = 16
 """Process groups that ranks may collect before new ranks take their place. Threads of gloo wake for
 each a hundred times a second, and after a hundred cases ranks would do little else."""
 GRACE = 5.0
-"""Seconds that the other ranks still have, once one has failed."""
+"""Seconds that the other ranks still have, once one has ended."""
 
 Case = Callable[..., Any]
 
 
-@dataclasses.dataclass(frozen=True)
-class Died:
-    """Stands for the result of a rank that ended during a ``fresh`` case."""
-
-    exitcode: int | None
-
-
 class RankTraceback(Exception):
-    """The traceback on the rank that failed first, and what became of the others."""
-
-    def __init__(self, rank: int, text: str) -> None:
-        super().__init__(f"on rank {rank}:\n{text}")
-        self.rank = rank
-
-
-class RankDiedError(RuntimeError):
-    """A rank ended in a case that did not expect it."""
-
-
-@dataclasses.dataclass
-class _Answer:
-    """What one rank sends back for one case; ``when`` orders the failures of several ranks."""
-
-    value: Any = None
-    error: BaseException | None = None
-    text: str = ""
-    when: float = dataclasses.field(default_factory=time.monotonic)
+    """The traceback of an exception on its rank."""
 
 
 def _meet_after_the_case(rank: int, world_size: int) -> int:
@@ -93,45 +67,43 @@ def _meet_after_the_case(rank: int, world_size: int) -> int:
 
 
 def _answer(payload: bytes, rank: int, world_size: int) -> bytes:
-    """Runs one case; the answer is pickled here, so that an unpicklable one is an error too."""
+    """Runs one case; returns its value, its exception and the traceback, pickled.
+
+    An answer that cannot be pickled is an error, too. Plain pickle, not Connection.send: torch
+    would send tensors as handles to shared memory of a process that may be gone when they are
+    opened.
+    """
     try:
         case, args = pickle.loads(payload)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             value = case(rank, world_size, *args)
-        # Plain pickle, not Connection.send: torch would send tensors as handles to shared memory
-        # of a process that may be gone when they are opened.
-        return pickle.dumps(_Answer(value=value))
+        return pickle.dumps((value, None, ""))
     except BaseException as error:
         text = traceback.format_exc()
         try:
-            answer = pickle.dumps(_Answer(error=error, text=text))
+            answer = pickle.dumps((None, error, text))
             pickle.loads(answer)  # some exceptions pickle, but do not come back
             return answer
         except Exception:
-            return pickle.dumps(_Answer(error=RuntimeError(repr(error)), text=text))
+            return pickle.dumps((None, RuntimeError(repr(error)), text))
 
 
-def _serve(
-    connection: Connection, rank: int, world_size: int, directory: str, environment: dict[str, str]
-) -> None:
-    """The life of a rank: meet the others, answer cases until told to stop."""
-    # A fork has the environment of the process that it comes from, as it was when that started.
-    os.environ.clear()
-    os.environ.update(environment)
-    set_debug_level_from_env()
+def _serve(connection: Connection, rank: int, world_size: int, folder: str) -> None:
+    """The life of a rank: meet the others, answer cases until the pool stops."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     torch.set_num_threads(1)
-    with open(Path(directory, f"stack{rank}"), "w") as stack:
+    with open(Path(folder, f"stack{rank}"), "w") as stack:
         # Written by a C handler: it works in a rank stuck inside a collective.
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
         dist.init_process_group(
             "gloo",
-            init_method=f"file://{directory}/store",
+            init_method=f"file://{folder}/store",
             rank=rank,
             world_size=world_size,
             timeout=datetime.timedelta(seconds=GLOO_TIMEOUT),
         )
-        connection.send_bytes(pickle.dumps(_Answer()))
+        connection.send_bytes(pickle.dumps((None, None, "")))
         # EOFError: the test process is gone, and so should this one be.
         with contextlib.suppress(EOFError):
             while payload := connection.recv_bytes():
@@ -143,73 +115,51 @@ def _serve(
 class Pool:
     """``world_size`` processes in one gloo group; they meet through a file, without ports."""
 
-    def __init__(self, world_size: int, directory: Path) -> None:
-        self.world_size = world_size
-        self.broken = False
-        self.is_worn = False
-        self._directory = directory
+    def __init__(self, world_size: int) -> None:
+        self.is_broken = self.is_worn = False
+        self._folder = tempfile.TemporaryDirectory()
         self._processes: list[BaseProcess] = []
         self._connections: list[Connection] = []
-        self._busy = set(range(world_size))
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.faults.warm"])
         for rank in range(world_size):
-            self._start(rank)
+            ours, theirs = context.Pipe()
+            arguments = (theirs, rank, world_size, self._folder.name)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process.start()
+            theirs.close()  # or the end of the process would not end the connection
+            self._processes.append(process)
+            self._connections.append(ours)
         try:
             self._gather("start-up", START_TIMEOUT)
         except BaseException:
             self.stop()
             raise
 
-    def _start(self, rank: int) -> None:
-        context = multiprocessing.get_context("forkserver")
-        # The same as in `tests.faults`: there is one such server for all tests.
-        context.set_forkserver_preload(["tests.faults.warm"])
-        loopback = "lo" if sys.platform == "linux" else "lo0"
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback}
-        ours, theirs = context.Pipe()
-        process = context.Process(
-            target=_serve,
-            args=(theirs, rank, self.world_size, str(self._directory), environment),
-            name=f"rank {rank} of {self.world_size}",
-            daemon=True,
-        )
-        process.start()
-        theirs.close()  # or the end of the process would not end the connection
-        self._processes.append(process)
-        self._connections.append(ours)
-
-    @property
-    def pids(self) -> list[int | None]:
-        """The process id of each rank."""
-        return [process.pid for process in self._processes]
-
-    def run(
-        self, case: Case, *args: Any, timeout: float = CASE_TIMEOUT, deaths: bool = False
-    ) -> list[Any]:
+    def run(self, case: Case, *args: Any, deaths: bool = False) -> list[Any]:
         """Runs ``case(rank, world_size, *args)`` on every rank.
 
         Args:
             case: A function that the ranks can import.
             *args: Picklable arguments.
-            timeout: Seconds for the whole case.
-            deaths: Whether ranks may end; their result is then ``Died``.
+            deaths: Whether ranks may end. Their results are None, and so are those of ranks that
+                fail of it, or give no answer within ``GRACE`` seconds.
 
         Returns:
             The return values, by rank.
 
         Raises:
-            Exception: What the first rank to fail raised, caused by a ``RankTraceback``.
-            RankDiedError: A rank ended.
+            Exception: The exception of the first rank to fail, caused by a ``RankTraceback``.
+            RuntimeError: A rank ended.
             TimeoutError: Some ranks did not answer in time; names them, with their stacks.
         """
-        values = self._call(case, args, timeout, deaths)
-        if not self.broken:
-            found = self._call(_meet_after_the_case, (), SETTLE_TIMEOUT, deaths=False)
-            self.is_worn = max(found) > MOST_GROUPS
+        values = self._call(case, args, CASE_TIMEOUT, deaths)
+        if not self.is_broken:
+            self.is_worn = max(self._call(_meet_after_the_case, (), SETTLE_TIMEOUT)) > MOST_GROUPS
         return values
 
-    def _call(self, case: Case, args: Any, timeout: float, deaths: bool) -> list[Any]:
+    def _call(self, case: Case, args: Any, timeout: float, deaths: bool = False) -> list[Any]:
         payload = pickle.dumps((case, args))
-        self._busy = set(range(self.world_size))
         for connection in self._connections:
             # A rank that ended since the last case shows when its answer is read.
             with contextlib.suppress(BrokenPipeError):
@@ -217,126 +167,99 @@ class Pool:
         return self._gather(case.__name__, timeout, deaths)
 
     def _gather(self, what: str, timeout: float, deaths: bool = False) -> list[Any]:
-        self.broken = True
-        answers = self._receive(timeout, deaths)
-        failed = [rank for rank, answer in answers.items() if answer.error is not None]
-        if failed:
-            first = min(failed, key=lambda rank: answers[rank].when)
-            error = answers[first].error
-            assert error is not None
-            raise error from RankTraceback(first, self._report(first, answers))
-        if self._busy:
-            raise TimeoutError(
-                f"{what}: no answer within {timeout:g} s from ranks {sorted(self._busy)} "
-                f"of {self.world_size}\n{self._stacks()}"
-            )
-        self.broken = any(isinstance(answer.value, Died) for answer in answers.values())
-        return [answers[rank].value for rank in range(self.world_size)]
-
-    def _receive(self, timeout: float, deaths: bool) -> dict[int, _Answer]:
-        """Answers until all are there, the time is up, or a failure is ``GRACE`` seconds old."""
-        answers: dict[int, _Answer] = {}
+        """The answers of all ranks to what they were asked, by rank."""
+        self.is_broken = True
+        busy = set(range(len(self._processes)))
+        values: list[Any] = [None] * len(self._processes)
+        failure: BaseException | None = None
+        cause: RankTraceback | None = None
+        has_died = False
         deadline = time.monotonic() + timeout
-        while self._busy:
-            pending = {self._connections[rank]: rank for rank in sorted(self._busy)}
-            ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
+        while busy and (failure is None or deaths):
+            pending = [self._connections[rank] for rank in busy]
+            ready = wait(pending, max(0.0, deadline - time.monotonic()))
             if not ready:
                 break
-            for connection in ready:
-                rank = pending[connection]  # type: ignore[index]
-                answers[rank] = self._receive_one(rank, deaths)
-                self._busy.discard(rank)
-                if answers[rank].error is not None:
+            for rank in [rank for rank in busy if self._connections[rank] in ready]:
+                busy.remove(rank)
+                try:
+                    received = self._connections[rank].recv_bytes()
+                    values[rank], error, text = pickle.loads(received)
+                except (EOFError, ConnectionResetError):
+                    self._processes[rank].join(GRACE)
+                    exitcode = self._processes[rank].exitcode
+                    error = RuntimeError(f"{what}: rank {rank} ended with exit code {exitcode}")
+                    text, has_died = "", True
+                if error is not None:
                     deadline = min(deadline, time.monotonic() + GRACE)
-        return answers
+                    failure = failure or error
+                    cause = cause or RankTraceback(f"on rank {rank}:\n{text}")
+        if failure is not None and not (deaths and has_died):
+            raise failure from cause
+        if busy and not has_died:
+            raise TimeoutError(
+                f"{what}: no answer within {timeout:g} s from ranks {sorted(busy)} "
+                f"of {len(values)}\n{self._stacks(sorted(busy))}"
+            )
+        self.is_broken = has_died
+        return values
 
-    def _receive_one(self, rank: int, deaths: bool) -> _Answer:
-        try:
-            answer = pickle.loads(self._connections[rank].recv_bytes())
-        except (EOFError, ConnectionResetError):
-            self._processes[rank].join(GRACE)
-            exitcode = self._processes[rank].exitcode
-            if deaths:
-                return _Answer(value=Died(exitcode))
-            return _Answer(error=RankDiedError(f"rank {rank} ended with exit code {exitcode}"))
-        assert isinstance(answer, _Answer)
-        return answer
-
-    def _report(self, first: int, answers: dict[int, _Answer]) -> str:
-        lines = [answers[first].text]
-        for rank in range(self.world_size):
-            if rank in self._busy:
-                lines.append(f"rank {rank} had no answer yet")
-            elif rank != first and answers[rank].error is not None:
-                lines.append(f"rank {rank} failed later: {answers[rank].error!r}")
-        return "\n".join(lines)
-
-    def _stacks(self) -> str:
-        """Where the ranks that did not answer are."""
-        for rank in self._busy:
+    def _stacks(self, ranks: Sequence[int]) -> str:
+        """The stacks of ranks that did not answer."""
+        for rank in ranks:
             process = self._processes[rank]
             if process.is_alive() and process.pid is not None:
                 os.kill(process.pid, signal.SIGUSR1)
         time.sleep(0.5)  # the handlers write; nothing depends on how much arrives
-        files = ((rank, self._directory / f"stack{rank}") for rank in sorted(self._busy))
+        files = ((rank, Path(self._folder.name, f"stack{rank}")) for rank in ranks)
         return "\n".join(f"rank {rank}: {file.read_text()}" for rank, file in files)
 
     def stop(self) -> None:
-        """Ends all ranks: those that wait for a case by themselves, the others by signal."""
-        for rank, connection in enumerate(self._connections):
-            if rank not in self._busy:
-                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        """Ends all ranks: by themselves where nothing failed, else by signal."""
+        if not self.is_broken:
+            for connection in self._connections:
+                with contextlib.suppress(BrokenPipeError):
                     connection.send_bytes(b"")
-        for rank, process in enumerate(self._processes):
-            if rank not in self._busy:
+            for process in self._processes:
                 process.join(GRACE)  # long enough to write its coverage
-        for end in (BaseProcess.terminate, BaseProcess.kill):
-            alive = [process for process in self._processes if process.is_alive()]
-            for process in alive:
-                end(process)
-            for process in alive:
-                process.join(2.0)
+        for process in self._processes:
+            process.kill()
+            process.join()
         for connection in self._connections:
             connection.close()
+        self._folder.cleanup()
 
 
 class Ranks:
     """The pools of a test session; the ``run_on`` fixture is one of these."""
 
-    def __init__(self, make_directory: Callable[[], Path]) -> None:
-        self._make_directory = make_directory
+    def __init__(self) -> None:
         self._pools: dict[int, Pool] = {}
 
-    def __call__(
-        self, world_size: int, *, timeout: float = CASE_TIMEOUT, fresh: bool = False
-    ) -> Callable[..., list[Any]]:
+    def __call__(self, world_size: int, *, fresh: bool = False) -> Callable[..., list[Any]]:
         """Chooses where the next case runs.
 
         Args:
             world_size: Number of ranks.
-            timeout: Seconds for the case; the ranks of a case that takes longer are killed.
-            fresh: Use processes of its own, which the case may kill; a rank that ended gives
-                ``Died`` as its result.
+            fresh: Use processes of its own, which the case may kill; a rank that ended gives None
+                as its result.
 
         Returns:
             ``run(case, *args) -> list``, see ``Pool.run``.
         """
 
         def run(case: Case, *args: Any) -> list[Any]:
-            pool = self._take(world_size, fresh)
+            pool = None if fresh else self._pools.pop(world_size, None)
+            pool = pool or Pool(world_size)
             try:
-                return pool.run(case, *args, timeout=timeout, deaths=fresh)
+                return pool.run(case, *args, deaths=fresh)
             finally:
-                if not (fresh or pool.broken or pool.is_worn):
-                    self._pools[world_size] = pool
-                else:
+                if fresh or pool.is_broken or pool.is_worn:
                     pool.stop()
+                else:
+                    self._pools[world_size] = pool
 
         return run
-
-    def _take(self, world_size: int, fresh: bool) -> Pool:
-        pool = None if fresh else self._pools.pop(world_size, None)
-        return pool or Pool(world_size, self._make_directory())
 
     def close(self) -> None:
         """Ends all processes."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+from amo_dist.distributed.layout import mesh_layout
 
 SHAPES: dict[str, tuple[int, ...]] = {
     # Tall, wide and square; rows that no world of 2, 3 or 4 divides; fewer rows than ranks.
@@ -116,28 +118,23 @@ def make_model(
         all_shapes: Shapes by name.
         device: Of its parameters and meshes; ``cuda`` in a `tests.simulated_device`.
     """
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
     if layout == "plain":
         return plain_model(all_shapes, device)
-    if layout == "fsdp":
-        mesh = init_device_mesh(device, (world_size,))
+    ranks = dist.get_world_size()
+    sizes = {
+        "fsdp": {"shard": ranks},
+        "hsdp": {"replicate": 2, "shard": ranks // 2},
+        "tp": {"tp": ranks},
+        "tp_fsdp": {"shard": ranks // 2, "tp": 2},
+        "hsdp_tp": {"replicate": 2, "shard": ranks // 4, "tp": 2},
+    }[layout]
+    mesh = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    if "tp" not in sizes:
         return shard(plain_model(all_shapes, device), mesh)
-    if layout == "hsdp":
-        mesh = init_device_mesh(device, (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
-        return shard(plain_model(all_shapes, device), mesh)
-    if layout == "tp":
-        mesh = init_device_mesh(device, (world_size,))
-        return _tensor_parallel(all_shapes, mesh)
-    if layout == "tp_fsdp":
-        mesh = init_device_mesh(device, (world_size // 2, 2), mesh_dim_names=("shard", "tp"))
-        return shard(_tensor_parallel(all_shapes, mesh["tp"]), mesh["shard"])
-    if layout == "hsdp_tp":
-        # As torchtitan lays it out: tensor parallelism cuts first, FSDP what is left of that.
-        sizes, names = (2, world_size // 4, 2), ("replicate", "shard", "tp")
-        mesh = init_device_mesh(device, sizes, mesh_dim_names=names)
-        sharded = mesh["replicate", "shard"]
-        return shard(_tensor_parallel(all_shapes, mesh["tp"]), sharded)
-    raise ValueError(f"layout: found {layout!r}")
+    # As torchtitan lays it out: tensor parallelism cuts first, FSDP what is left of that.
+    model = _tensor_parallel(all_shapes, mesh["tp"])
+    axes = tuple(name for name in sizes if name != "tp")
+    return shard(model, mesh[axes]) if axes else model
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
@@ -177,28 +174,33 @@ def set_gradients(
 
 def place_like(tensor: Tensor, param: Tensor) -> Tensor:
     """A whole tensor, known on every rank, on the device and in the placements of ``param``."""
-    tensor = tensor.to(param.device)
-    if not isinstance(param, DTensor):
-        return tensor
-    # Cut here: distribute_tensor would communicate, and does not know FSDP over TP.
-    from amo_dist.distributed.layout import layout_of
+    if isinstance(param, DTensor):
+        return place(tensor, param.device_mesh, param.placements)
+    return tensor.to(param.device)
 
-    layout = layout_of(param, "tensor", [])
-    local = tensor
-    for dim, intervals in enumerate(layout.intervals_by_rank[dist.get_rank()]):
-        local = torch.cat(
-            [local.narrow(dim, low, high - low) for low, high in intervals]
-            or [local.narrow(dim, 0, 0)],
-            dim,
-        )
+
+def place(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """A whole tensor, known on every rank, in placements on the device of a mesh.
+
+    Cut here: ``distribute_tensor`` would communicate, and does not know FSDP over TP.
+    """
+    intervals = mesh_layout(tuple(tensor.shape), mesh.mesh, tuple(placements)).intervals_by_rank
     return DTensor.from_local(
-        local.contiguous(),
-        param.device_mesh,
-        param.placements,
+        cut(tensor, intervals[dist.get_rank()]).contiguous().to(mesh.device_type),
+        mesh,
+        placements,
         run_check=False,
-        shape=param.shape,
-        stride=param.stride(),
+        shape=tensor.shape,
+        stride=tensor.stride(),
     )
+
+
+def cut(tensor: Tensor, intervals_by_dim: Iterable[Sequence[tuple[int, int]]]) -> Tensor:
+    """The part of a tensor in some intervals of each dim."""
+    for dim, intervals in enumerate(intervals_by_dim):
+        parts = [tensor.narrow(dim, start, stop - start) for start, stop in intervals]
+        tensor = torch.cat(parts or [tensor.narrow(dim, 0, 0)], dim)
+    return tensor
 
 
 def whole(tensor: Tensor) -> Tensor:

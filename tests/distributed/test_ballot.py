@@ -25,7 +25,6 @@ from tests.simulated_device import Device, simulated_device
 
 MATRIX, REST = "layers.1.attention.wq.weight", "tok_embeddings.weight"
 MOMENTUM = "momentum_buffer"
-WORLDS = [pytest.param("fsdp", 2, id="fsdp-2"), pytest.param("hsdp", 4, id="hsdp-2x2")]
 DEVICES = pytest.mark.parametrize("device", ["cpu", "cuda"])
 
 
@@ -157,9 +156,9 @@ def test_a_fault_of_one_rank_is_raised_on_all_and_changes_nothing(
         assert outcome == [True, 2, True], name
 
 
-def skip(rank: int, world_size: int, layout: str) -> tuple[Any, ...]:
+def skip(rank: int, world_size: int) -> tuple[Any, ...]:
     """Bad gradients in an observation and in the step that plans, and what then follows."""
-    model, optimizer = runs.make(layout, AMO, nonfinite="skip_step")
+    model, optimizer = runs.make("hsdp", AMO, nonfinite="skip_step")
     unchanged = []
     for step in range(1, 8):
         models.set_gradients(model, 1, step)
@@ -172,11 +171,9 @@ def skip(rank: int, world_size: int, layout: str) -> tuple[Any, ...]:
     return unchanged, skipped, optimizer.phase, optimizer.num_steps_taken
 
 
-@pytest.mark.parametrize(("layout", "world_size"), WORLDS)
-def test_bad_gradients_are_skipped_on_all(run_on: Ranks, layout: str, world_size: int) -> None:
+def test_bad_gradients_are_skipped_on_all(run_on: Ranks) -> None:
     unchanged = [step in (2, 4) for step in range(1, 8)]
-    expected = (unchanged, 2.0, "locked", 7)
-    assert run_on(world_size)(skip, layout) == [expected] * world_size
+    assert run_on(4)(skip) == [(unchanged, 2.0, "locked", 7)] * 4
 
 
 # ---------------------------------------------------------------- devices
@@ -250,9 +247,9 @@ def test_ranks_that_wait_meet_ranks_that_do_not(run_on: Ranks) -> None:
 # ---------------------------------------------------------------- updates
 
 
-def damage(rank: int, world_size: int, layout: str, device: str) -> tuple[set[str], bool, bool]:
+def damage(rank: int, world_size: int, device: str) -> tuple[set[str], bool, bool]:
     with on(device):
-        model, optimizer = runs.make(layout, Muon, device=device, nonfinite="skip_step")
+        model, optimizer = runs.make("hsdp", Muon, device=device, nonfinite="skip_step")
         runs.train(model, optimizer, 1, 2)
         if rank % 2 == 0:  # the first shard, in both replicas of HSDP: they never differ
             momentum = optimizer.state[model.get_parameter(MATRIX)][MOMENTUM]
@@ -271,11 +268,8 @@ def damage(rank: int, world_size: int, layout: str, device: str) -> tuple[set[st
 
 
 @DEVICES
-@pytest.mark.parametrize(("layout", "world_size"), WORLDS)
-def test_a_damaged_momentum_is_named_by_all_ranks_one_step_late(
-    run_on: Ranks, layout: str, world_size: int, device: str
-) -> None:
-    for (error, *others), is_finite, unchanged in run_on(world_size)(damage, layout, device):
+def test_a_damaged_momentum_is_named_by_all_ranks_one_step_late(run_on: Ranks, device: str) -> None:
+    for (error, *others), is_finite, unchanged in run_on(4)(damage, device):
         assert error.startswith(f"NonFiniteUpdateError: {MATRIX}: ")
         assert (others, is_finite, unchanged) == ([], True, True)
 
@@ -363,23 +357,13 @@ def test_gradients_are_summed_where_all_ranks_have_them(run_on: Ranks, device: s
         assert averages == pytest.approx([0.2, 0.38, 0.38, fourth, fourth])
 
 
-def idle(rank: int, world_size: int) -> list[int]:
-    """Steps after a step without gradients, in a run and in two that go on from its third step."""
-    model, optimizer = runs.make("fsdp", Muon)
+def test_steps_without_gradients_count_after_a_load() -> None:
+    """Once there has been one with gradients, which the control state tells."""
+    model, optimizer = runs.make(kind=Muon)
     runs.train(model, optimizer, 1, 3)
-    twin, other = runs.resume(model, optimizer, lambda: runs.make("fsdp", Muon))
-    again, third = runs.make("fsdp", Muon)
-    third.load_control_state_dict(optimizer.control_state_dict())
-    none = frozenset(dict(model.named_parameters())) - {REST}
-    for each, own in ((model, optimizer), (twin, other), (again, third)):
-        for absent in (none | {REST}, none):
-            models.set_gradients(each, 1, 4, missing=absent)
-            own.step()
-    fresh, new = runs.make("fsdp", Muon)
-    models.set_gradients(fresh, 1, 1, missing=none | {REST})
-    new.step()
-    return [own.num_steps_taken for own in (optimizer, other, third, new)]
-
-
-def test_steps_without_gradients_count_once_there_has_been_one(run_on: Ranks) -> None:
-    assert run_on(2)(idle) == [[5, 5, 5, 0]] * 2
+    _, resumed = runs.resume(model, optimizer, lambda: runs.make(kind=Muon))
+    _, controlled = runs.make(kind=Muon)
+    controlled.load_control_state_dict(optimizer.control_state_dict())
+    for own in (resumed, controlled):
+        own.step()
+        assert own.num_steps_taken == 4

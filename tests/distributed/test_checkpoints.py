@@ -15,9 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
     get_optimizer_state_dict,
-    set_model_state_dict,
     set_optimizer_state_dict,
 )
 from torch.nn.parallel import DistributedDataParallel
@@ -28,7 +26,7 @@ from tests import runs
 from tests.distributed import models
 from tests.distributed.harness import Ranks
 from tests.distributed.test_ranks import raised
-from torchtitan_ext import CheckpointReader
+from tests.faults.worker import load, state_of
 
 # ---------------------------------------------------------------- from world to world
 
@@ -61,14 +59,6 @@ def make(layout: str, kind: str) -> tuple[nn.Module, Muon]:
     return runs.make(layout, shapes=SHAPES, **{"bucket_bytes": 256, **KINDS[kind]})
 
 
-def state_of(model: nn.Module, optimizer: Muon, flatten: bool) -> dict[str, Any]:
-    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
-    return {
-        "model": get_model_state_dict(model),
-        "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
-    }
-
-
 def go_on(model: nn.Module, optimizer: Muon, folder: str = "", flatten: bool = False) -> Any:
     """Train to the end, saving on the way where a folder is given.
 
@@ -97,12 +87,7 @@ def resume(
     rank: int, world_size: int, layout: str, kind: str, folder: str, flatten: bool, step: int
 ) -> Any:
     model, optimizer = make(layout, kind)
-    state = state_of(model, optimizer, flatten)
-    assert optimizer.num_steps_taken == 0  # the helper took no step to make state
-    dcp.load(state, storage_reader=CheckpointReader(Path(folder, f"step-{step}")))
-    set_model_state_dict(model, state["model"])
-    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
-    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
+    load(Path(folder, f"step-{step}"), model, optimizer, flatten)
     return go_on(model, optimizer)
 
 
@@ -191,24 +176,24 @@ def test_keys_do_not_depend_on_what_a_rank_holds_or_has_seen(run_on: Ranks) -> N
 # ---------------------------------------------------------------- options of PyTorch's helpers
 
 FLAGS = ("full_state_dict", "cpu_offload", "flatten_optimizer_state_dict", "broadcast_from_rank0")
-CONFIG = AMOConfig(**runs.PHASES)
-BOTH = {"full_state_dict", "flatten_optimizer_state_dict"}
 
 
 def make_held(layout: str, is_frozen: bool) -> tuple[nn.Module, nn.Module, Muon]:
     """What holds the model, the model, and its optimizer."""
     model = models.make_model("fsdp" if layout == "fsdp" else "plain", runs.SHAPES)
-    if is_frozen:
-        model.get_parameter(runs.W1).requires_grad_(False)
+    model.get_parameter(runs.W1).requires_grad_(not is_frozen)
     holder = DistributedDataParallel(model) if layout == "ddp" else model
     group = dist.group.WORLD if layout == "ddp" else None
-    return holder, model, AMO(param_groups(model), config=CONFIG, process_group=group)
+    config = AMOConfig(**runs.PHASES)
+    return holder, model, AMO(param_groups(model), config=config, process_group=group)
 
 
 def goes_on_alike(layout: str, flags: dict[str, bool], **options: bool) -> bool:
-    """Whether an optimizer that was saved and loaded with these options takes the same steps."""
-    is_frozen = bool(options)
-    holder, model, optimizer = make_held(layout, is_frozen)
+    """Whether an optimizer that was saved and loaded with these options takes the same steps.
+
+    With ``options`` of their own a parameter is frozen.
+    """
+    holder, model, optimizer = make_held(layout, bool(options))
     runs.train(model, optimizer, 1, 4)
     read = StateDictOptions(**{**flags, "broadcast_from_rank0": False}, **options)
     state = copy.deepcopy(get_optimizer_state_dict(holder, optimizer, options=read))
@@ -220,7 +205,7 @@ def goes_on_alike(layout: str, flags: dict[str, bool], **options: bool) -> bool:
         state = everywhere[0]
     if flags["broadcast_from_rank0"] and rank:
         state = {}
-    twin_holder, twin, other = make_held(layout, is_frozen)
+    twin_holder, twin, other = make_held(layout, bool(options))
     twin.load_state_dict(model.state_dict())
     write = StateDictOptions(**flags, **options)
     set_optimizer_state_dict(twin_holder, other, state, options=write)
@@ -234,14 +219,12 @@ def every_option(rank: int, world_size: int, layout: str) -> dict[Any, bool]:
     results = {}
     for chosen in itertools.product([False, True], repeat=len(FLAGS)):
         flags = dict(zip(FLAGS, chosen, strict=True))
-        is_whole = flags["full_state_dict"]
-        if is_whole and flags["flatten_optimizer_state_dict"]:
-            continue
-        if is_whole or not flags["broadcast_from_rank0"]:
+        is_whole, _, is_flat, is_sent = chosen
+        if not (is_flat if is_whole else is_sent):
             results[chosen] = goes_on_alike(layout, flags)
-    for chosen in itertools.product([False, True], repeat=2):
-        own = dict(zip(("ignore_frozen_params", "strict"), chosen, strict=True))
-        results["frozen", chosen] = goes_on_alike(layout, dict.fromkeys(FLAGS, False), **own)
+    for ignored, strict in itertools.product([False, True], repeat=2):
+        flags, options = dict.fromkeys(FLAGS, False), {"ignore_frozen_params": ignored}
+        results[ignored, strict] = goes_on_alike(layout, flags, strict=strict, **options)
     return results
 
 
@@ -250,33 +233,3 @@ def test_every_option_loads_to_the_last_bit(run_on: Ranks, layout: str) -> None:
     for results in run_on(2)(every_option, layout):
         assert len(results) == 8 + 4
         assert all(results.values()), results
-
-
-def refusals(rank: int, world_size: int) -> list[str]:
-    """What PyTorch, or the optimizer, says to what cannot be."""
-    errors = []
-    for flags in (
-        {"broadcast_from_rank0": True},
-        dict.fromkeys(BOTH, True),
-        dict.fromkeys(BOTH | {"broadcast_from_rank0"}, True),
-    ):
-        _, model, optimizer = make_held("fsdp", is_frozen=False)
-        read = StateDictOptions(**{**flags, "broadcast_from_rank0": False})
-        state = get_optimizer_state_dict(model, optimizer, options=read)
-        before = copy.deepcopy(optimizer.control_state_dict())
-        options = StateDictOptions(**flags)
-        with pytest.raises((ValueError, KeyError)) as caught:
-            set_optimizer_state_dict(model, optimizer, state, options=options)
-        errors.append(str(caught.value))
-        assert optimizer.control_state_dict() == before
-        runs.train(model, optimizer, 1, 1)
-    return errors
-
-
-def test_options_that_do_not_go_together_are_refused(run_on: Ranks) -> None:
-    # On one rank: on several each fails elsewhere in PyTorch, before the optimizer is asked.
-    ((broadcast, whole, sent),) = run_on(1)(refusals)
-    assert broadcast == "full_state_dict must be True when broadcast_from_rank0 is True."
-    assert "param_groups.0.params.0" in whole  # of any optimizer, AdamW too
-    assert "found 'a flattened key'" in sent
-    assert "leave one of the two out" in sent

@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import functools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -27,20 +27,15 @@ from tests.distributed.harness import Ranks
 from tests.distributed.test_ballot import held, is_unchanged, on
 from tests.distributed.test_ranks import raised
 
+LOGGER = logging.getLogger("amo_dist.engine.ballot")
 FULL = torch.OutOfMemoryError("CUDA out of memory")
 
 
-@contextlib.contextmanager
-def full(target: Any, name: str, is_full: bool, **options: Any) -> Iterator[None]:
-    """There is no memory left for a function, which is not logged."""
-    broken = mock.patch.object(target, name, **(options or {"side_effect": FULL}))
-    logger = logging.getLogger("amo_dist.engine.ballot")
-    with broken if is_full else contextlib.nullcontext():
-        logger.disabled = True
-        try:
-            yield
-        finally:
-            logger.disabled = False
+def full(failure: Failure, is_full: bool) -> contextlib.AbstractContextManager[object]:
+    """There is no memory left for a function."""
+    if not is_full:
+        return contextlib.nullcontext()
+    return mock.patch.object(failure.target, failure.name, **failure.options)
 
 
 def take(model: nn.Module, optimizer: Muon, step: int) -> str:
@@ -78,7 +73,7 @@ class Failure:
     raised_at: int = 4
     rank: int = 1
     fields: dict[str, Any] = dataclasses.field(default_factory=dict)
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    options: dict[str, Any] = dataclasses.field(default_factory=lambda: {"side_effect": FULL})
 
 
 FAILURES = {
@@ -103,7 +98,7 @@ def fail(rank: int, world_size: int, what: str, device: str) -> tuple[Any, ...]:
     """Errors by step, steps that changed nothing, and the error of a last failure."""
     failure = FAILURES[what]
     errors, unchanged = {}, set()
-    with on(device) as simulated:
+    with on(device) as simulated, mock.patch.object(LOGGER, "disabled", True):
         fields = {"bucket_bytes": 256, "ns_guard_every": 0, **failure.fields}
         model, optimizer = runs.make("fsdp", failure.kind, device=device, **fields)
         for step in range(1, 8):
@@ -112,7 +107,7 @@ def fail(rank: int, world_size: int, what: str, device: str) -> tuple[Any, ...]:
             models.set_gradients(model, 3, step)
             if simulated is not None:
                 simulated.clear()
-            with full(failure.target, failure.name, is_full, **failure.options):
+            with full(failure, is_full):
                 if error := raised(optimizer.step):
                     errors[step] = error
             # The failure itself may read; what follows of it does not.
@@ -123,7 +118,7 @@ def fail(rank: int, world_size: int, what: str, device: str) -> tuple[Any, ...]:
         assert optimizer.num_steps_taken == (6 if simulated is None else 5)
         assert optimizer.phase in ("uniform", "transition")
         assert all(tensor.isfinite().all() for tensor, _ in held(model, optimizer))
-        with full(failure.target, failure.name, rank == failure.rank, **failure.options):
+        with full(failure, rank == failure.rank):
             assert take(model, optimizer, 7) == ""
         return errors, unchanged, raised(optimizer.check_last_update)
 
@@ -149,7 +144,7 @@ def test_whatever_fails_on_one_rank_is_raised_on_all(run_on: Ranks, what: str, d
 def test_a_single_process_raises_at_once_and_undoes_no_good_step() -> None:
     model, optimizer = runs.make("plain", Muon)
     assert take(model, optimizer, 1) == ""
-    with full(one_step, "orthogonalize", True):
+    with full(FAILURES["orthogonalizing layers."], True):
         assert take(model, optimizer, 2) == "OutOfMemoryError: CUDA out of memory"
     assert optimizer.control_state_dict()["steps_taken"] == optimizer.num_steps_taken == 1
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 import warnings
+from collections.abc import Callable
 
 import coverage
 import pytest
@@ -13,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed import harness
-from tests.distributed.harness import Died, RankDiedError, Ranks, RankTraceback
+from tests.distributed.harness import Ranks
 
 
 def process_id(rank: int, world_size: int) -> int:
@@ -24,13 +26,7 @@ def is_measured(rank: int = 0, world_size: int = 1) -> bool:
     return coverage.Coverage.current() is not None
 
 
-def fail_on(rank: int, world_size: int, failing: int) -> int:
-    if rank == failing:
-        raise ValueError(f"ranks: found {rank}, expected another")
-    return rank
-
-
-def fail_while_others_wait(rank: int, world_size: int) -> None:
+def fail(rank: int, world_size: int) -> None:
     if rank == 1:
         raise KeyError("first")
     dist.barrier()
@@ -61,60 +57,42 @@ def test_ranks_are_measured_where_the_tests_are(run_on: Ranks) -> None:
     assert run_on(2)(is_measured) == [is_measured()] * 2
 
 
-def test_an_exception_arrives_with_its_rank_and_costs_the_pool(run_on: Ranks) -> None:
-    before = run_on(2)(process_id)
-    with pytest.raises(ValueError, match="found 1, expected another") as caught:
-        run_on(2)(fail_on, 1)
-    cause = caught.value.__cause__
-    assert isinstance(cause, RankTraceback)
-    assert cause.rank == 1
-    assert "in fail_on" in str(cause)
-    assert not set(before) & set(run_on(2)(process_id))
-
-
-def test_the_first_failure_is_raised_not_that_of_its_victims(run_on: Ranks) -> None:
-    with pytest.raises(KeyError, match="first") as caught:
-        run_on(3, fresh=True)(fail_while_others_wait)
-    assert isinstance(caught.value.__cause__, RankTraceback)
-    assert caught.value.__cause__.rank == 1
-
-
-def test_warnings_on_ranks_are_errors(run_on: Ranks) -> None:
-    with pytest.raises(UserWarning, match="a warning"):
-        run_on(1, fresh=True)(warn)
-
-
-@pytest.mark.slow
-def test_a_hang_fails_names_the_rank_and_shows_where(run_on: Ranks) -> None:
-    before = run_on(2)(process_id)
-    with pytest.raises(TimeoutError, match=r"hang: no answer .* from ranks \[0\] of 2") as caught:
-        run_on(2, timeout=2.0)(hang)
-    assert "in hang" in str(caught.value)
-    for pid in before:
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
-    assert len(run_on(2)(process_id)) == 2
-
-
-@pytest.mark.slow
-def test_a_collective_left_under_way_fails_its_own_case(
-    run_on: Ranks, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("case", "error", "text"),
+    [
+        (fail, KeyError, "on rank 1:.*in fail"),
+        (warn, UserWarning, "in warn"),
+        (kill_last, RuntimeError, "rank 1 ended with exit code -9"),
+        # Gloo either waits for ever or notices that two different collectives met.
+        pytest.param(
+            *(enter_alone, (TimeoutError, RuntimeError), "_meet_after_the_case"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *(hang, TimeoutError, r"hang: no answer .* from ranks \[0\] of 2.*in hang"),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_failure_says_where_and_costs_the_ranks(
+    run_on: Ranks,
+    monkeypatch: pytest.MonkeyPatch,
+    case: Callable[..., object],
+    error: type[BaseException],
+    text: str,
 ) -> None:
-    monkeypatch.setattr(harness, "SETTLE_TIMEOUT", 2.0)
-    # Gloo either waits for ever or notices that two different collectives met.
-    with pytest.raises((TimeoutError, RuntimeError)) as caught:
-        run_on(2, fresh=True)(enter_alone)
-    assert "_meet_after_the_case" in f"{caught.value} {caught.value.__cause__}"
-
-
-def test_a_rank_that_ends_is_an_error_naming_it(run_on: Ranks) -> None:
     before = run_on(2)(process_id)
-    with pytest.raises(RankDiedError, match="rank 1 ended with exit code -9"):
-        run_on(2)(kill_last)
+    if case in (hang, enter_alone):
+        monkeypatch.setattr(harness, "CASE_TIMEOUT", 2.0)
+        monkeypatch.setattr(harness, "SETTLE_TIMEOUT", 2.0)
+    with pytest.raises(error) as caught:
+        run_on(2)(case)
+    assert re.search(text, f"{caught.value} {caught.value.__cause__}", re.DOTALL)
+    monkeypatch.undo()
     assert not set(before) & set(run_on(2)(process_id))
 
 
-def test_a_fresh_case_may_lose_ranks_and_spares_the_shared_pool(run_on: Ranks) -> None:
+def test_a_fresh_case_may_lose_ranks_and_spares_the_shared_ones(run_on: Ranks) -> None:
     before = run_on(2)(process_id)
-    assert run_on(2, fresh=True)(kill_last) == ["survived", Died(-signal.SIGKILL)]
+    assert run_on(2, fresh=True)(kill_last) == ["survived", None]
     assert run_on(2)(process_id) == before

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,23 +12,28 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 
 from amo_dist import AMO, AMOConfig, param_groups
-from amo_dist.distributed.layout import mesh_layout
 from amo_dist.engine import step as engine_step
-from amo_dist.operators.views import Fused
 from amo_dist.schedule.plan import Plan
 from tests import runs
 from tests.distributed import models
 from tests.distributed.harness import Ranks
-from tests.layouts import cut_view, local_tensor
-from tests.operators import classify
-from tests.oracle import Oracle
+from tests.distributed.twin import (
+    LR,
+    PATTERNS,
+    WEIGHT_DECAY,
+    Shapes,
+    Twin,
+    by_matrix,
+    set_gradients,
+    views_of,
+)
 
-LR, WEIGHT_DECAY, STEPS, SEED = 3e-3, 0.1, 8, 7
+STEPS = 8
 FIELDS = runs.PHASES | {
     "transition_steps": 2,
     # Its own products would count as those of training.
@@ -39,13 +43,6 @@ FIELDS = runs.PHASES | {
 }
 PAPER, WIDE = {"planner": "paper"}, {"ns_dtype": "float32"}
 BALANCED = {"ownership": "balanced"}
-Shapes = dict[str, tuple[int, ...]]
-PATTERNS = {
-    # Uneven grouped-query attention, in three pieces and interleaved by group.
-    r".*attention\.wqkv\.weight": Fused((("attn_q", 6), ("attn_k", 3), ("attn_v", 3))),
-    r".*attention\.woven\.weight": Fused((("attn_q", 8), ("attn_k", 4), ("attn_v", 2)), groups=2),
-    r".*\.conv\.weight": "conv",
-}
 FUSED: Shapes = {
     "layers.0.attention.wqkv.weight": (12, 5),
     "layers.1.attention.woven.weight": (14, 5),
@@ -88,79 +85,26 @@ STAGES: tuple[Shapes, Shapes] = (
 )
 
 
-def gradient(step: int, name: str, shape: tuple[int, ...]) -> Tensor:
-    if len(shape) != 3:
-        flat = (shape[0], math.prod(shape[1:])) if len(shape) == 4 else shape
-        return models.gradient(SEED, step, name, flat).view(shape)
-    parts = [models.gradient(SEED, step, f"{name}[{e}]", shape[1:]) for e in range(shape[0])]
-    # Harder for one operator type than for the others, or the plan would be the uniform one.
-    decay = {"w1": 0.0, "w2": 3.0, "w3": 0.5}[name[-2:]]
-    rows = torch.arange(shape[1], dtype=torch.float32)
-    return torch.stack(parts) * torch.exp(-decay * rows).unsqueeze(-1)
-
-
-def views_of(name: str, shape: tuple[int, ...]) -> Any:
-    patterns = {p: t for p, t in PATTERNS.items() if p.split(".")[-2].strip("\\") in name}
-    return classify(name, shape, patterns)
-
-
-def by_matrix(name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """The tensors of the twin: each matrix is one, and so is what goes to AdamW."""
-    views = views_of(name, tuple(tensor.shape))
-    if views is None:
-        return {name: tensor.clone()}
-    if tensor.dim() == 4:
-        return {name: tensor.flatten(1)}
-    return {name + view.suffix: cut_view(view, tensor).clone() for view in views}
-
-
-def make_twin(shapes: Shapes, fields: dict[str, Any]) -> Oracle:
-    """The twin before its first step."""
-    params: dict[str, Tensor] = {}
-    types: dict[str, str] = {}
-    for name, shape in shapes.items():
-        params |= by_matrix(name, models.initial(name, shape))
-        for view in views_of(name, shape) or ():
-            types[name + view.suffix] = view.operator_type
-    return Oracle(params, types, AMOConfig(**fields), lr=LR, weight_decay=WEIGHT_DECAY)
-
-
-def gradients(step: int, shapes: Shapes) -> dict[str, Tensor | None]:
-    """What the twin takes in a step."""
-    grads: dict[str, Tensor | None] = {}
-    for name, shape in shapes.items():
-        grads |= by_matrix(name, gradient(step, name, shape))
-    return grads
-
-
-def set_gradients(model: nn.Module, step: int) -> None:
-    """The same gradients, in the placements of the parameters."""
-    for name, param in model.named_parameters():
-        param.grad = models.place_like(gradient(step, name, tuple(param.shape)), param)
-
-
 @dataclasses.dataclass(frozen=True)
 class Outcome:
     """What a rank holds after the run."""
 
     whole: dict[str, Tensor]
-    local: dict[str, Tensor]
     control: dict[str, Any]
     sent: float
     num_orthogonalized: int
 
 
-def train(
-    rank: int, world_size: int, build: Callable[[], nn.Module], fields: dict[str, Any]
-) -> Outcome:
-    model = build()
-    groups = param_groups(model, patterns=PATTERNS, allow_unused=True)
+def train(rank: int, world_size: int, build: Callable[[], Any], fields: dict[str, Any]) -> Outcome:
+    """Train what a builder makes: a model, or a model and a process group."""
+    made = build()
+    model, group = made if isinstance(made, tuple) else (made, None)
     optimizer = AMO(
-        groups,
+        param_groups(model, patterns=PATTERNS, allow_unused=True),
         lr=LR,
         weight_decay=WEIGHT_DECAY,
         config=AMOConfig(**fields),
-        process_group=dist.group.WORLD if build is build_replicas and world_size > 1 else None,
+        process_group=group,
     )
     counted = [0]
     original = engine_step.orthogonalize
@@ -173,37 +117,28 @@ def train(
         for step in range(1, STEPS + 1):
             set_gradients(model, step)
             optimizer.step()
-    return Outcome(
-        whole=runs.weights(model),
-        local={
-            name: (param.to_local() if isinstance(param, DTensor) else param).detach().clone()
-            for name, param in model.named_parameters()
-        },
-        control=optimizer.control_state_dict(),
-        sent=optimizer.metrics()["exchange/sent_bytes"],
-        num_orthogonalized=counted[0],
-    )
+    sent = optimizer.metrics()["exchange/sent_bytes"]
+    return Outcome(runs.weights(model), optimizer.control_state_dict(), sent, counted[0])
 
 
 def check(results: list[Outcome], shapes: Shapes, fields: dict[str, Any] = FIELDS) -> None:
-    twin = make_twin(shapes, fields)
+    twin = Twin(shapes, AMOConfig(**fields))
     for step in range(1, STEPS + 1):
-        twin.step(gradients(step, shapes))
-    seen: set[str] = set()
+        twin.step(step)
+    oracle, seen = twin.oracle, set[str]()
     for result in results:
         assert result.control == results[0].control
         for name, tensor in result.whole.items():
             for key, matrix in by_matrix(name, tensor).items():
-                assert torch.equal(matrix, twin.params[key]), key
+                assert torch.equal(matrix, oracle.params[key]), key
                 seen.add(key)
-    assert seen == set(twin.params)
-    assert twin.source is not None
-    assert Plan.from_dict(results[0].control["source"]["plan"]) == twin.source.plan
-    assert len(set(twin.source.plan.allocation)) > 1  # else a uniform plan would pass
-
-
-def num_matrices(shapes: Shapes) -> int:
-    return sum(len(views_of(name, shape) or ()) for name, shape in shapes.items())
+    assert seen == set(oracle.params)
+    assert oracle.source is not None
+    assert Plan.from_dict(results[0].control["source"]["plan"]) == oracle.source.plan
+    assert len(set(oracle.source.plan.allocation)) > 1  # else a uniform plan would pass
+    # Each matrix once a step, by one rank of the world.
+    num_matrices = sum(len(views_of(name, shape) or ()) for name, shape in shapes.items())
+    assert sum(result.num_orthogonalized for result in results) == STEPS * num_matrices
 
 
 # ------------------------------------------------------------------ builders, run on the ranks
@@ -213,17 +148,8 @@ def place(shapes: Shapes, placements: dict[str, Any], mesh: Any) -> dict[str, Te
     """Parameters on one mesh; the first part of a name that is found gives the placements."""
     tensors: dict[str, Tensor] = {}
     for name, shape in shapes.items():
-        found = next(value for key, value in placements.items() if key in name)
-        whole = models.initial(name, shape)
-        local = local_tensor(mesh_layout(shape, mesh.mesh, found), whole, dist.get_rank())
-        tensor = DTensor.from_local(
-            local.contiguous().to(mesh.device_type),
-            mesh,
-            found,
-            run_check=False,
-            shape=torch.Size(shape),
-            stride=whole.stride(),
-        )
+        own = next(value for key, value in placements.items() if key in name)
+        tensor = models.place(models.initial(name, shape), mesh, own)
         tensors[name] = nn.Parameter(tensor)
     return tensors
 
@@ -255,8 +181,8 @@ def build_joint() -> nn.Module:
     return models.shard(models.plain_model(WHOLE), joint)
 
 
-def build_replicas() -> nn.Module:
-    return models.plain_model(WHOLE)
+def build_replicas() -> tuple[nn.Module, Any]:
+    return models.plain_model(WHOLE), dist.group.WORLD if dist.get_world_size() > 1 else None
 
 
 def build_offloaded() -> nn.Module:
@@ -271,9 +197,23 @@ def build_stage(device: str = "cpu") -> nn.Module:
 
 def build_sharded_stage(device: str = "cpu") -> nn.Module:
     """A stage to each half of the ranks, sharded in it."""
-    mesh = init_device_mesh(device, (2, 2), mesh_dim_names=("pp", "dp"))
+    mesh = init_device_mesh(device, (2, 1, 2), mesh_dim_names=("pp", "replicate", "shard"))
     stage = STAGES[mesh.get_local_rank("pp")]
-    return models.build(place(stage, {"": [Shard(0)]}, mesh["dp"]))
+    placements = {"": [Replicate(), Shard(0)]}
+    return models.build(place(stage, placements, mesh["replicate", "shard"]))
+
+
+def build_replicated_stage() -> tuple[nn.Module, Any]:
+    """A stage to each half of the ranks, replicas in it: plain tensors, as under DDP."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    return models.plain_model(STAGES[mesh.get_local_rank("pp")]), mesh["dp"]
+
+
+def build_uneven_stage() -> tuple[nn.Module, Any]:
+    """A stage on two ranks, and one on the third."""
+    meshes = [DeviceMesh("cpu", ranks) for ranks in ([0, 1], [2])]
+    stage = dist.get_rank() // 2
+    return models.build(place(STAGES[stage], {"": [Shard(0)]}, meshes[stage])), dist.group.WORLD
 
 
 # ------------------------------------------------------------------ tests
@@ -289,6 +229,11 @@ CASES = [
     pytest.param(partial(models.make_model, "tp", WHOLE), 2, WHOLE, WIDE, id="tp-2"),
     pytest.param(partial(models.make_model, "tp", WHOLE), 3, WHOLE, PAPER, id="tp-3"),
     pytest.param(partial(models.make_model, "tp_fsdp", EVEN), 4, EVEN, {}, id="tp-2-fsdp-2"),
+    pytest.param(
+        *(partial(models.make_model, "hsdp_tp", EVEN), 8, EVEN, {}),
+        id="tp-2-hsdp-2x2",
+        marks=pytest.mark.slow,
+    ),
     pytest.param(partial(build_cut, FUSED, 0), 1, FUSED, {}, id="fused-one-process"),
     pytest.param(partial(build_cut, FUSED, 0), 3, FUSED, {}, id="fused-fsdp-3"),
     pytest.param(partial(build_cut, FUSED, 1), 2, FUSED, {}, id="fused-columns-2"),
@@ -302,6 +247,8 @@ CASES = [
     pytest.param(build_offloaded, 2, WHOLE, {}, id="offloaded"),
     pytest.param(build_stage, 2, STAGES[0] | STAGES[1], {}, id="stages"),
     pytest.param(build_sharded_stage, 4, STAGES[0] | STAGES[1], {}, id="sharded-stages"),
+    pytest.param(build_replicated_stage, 4, STAGES[0] | STAGES[1], {}, id="replicated-stages"),
+    pytest.param(build_uneven_stage, 3, STAGES[0] | STAGES[1], {}, id="uneven-stages"),
 ]
 
 
@@ -314,29 +261,10 @@ def test_every_layout_equals_the_twin_bit_for_bit(
     fields: dict[str, Any],
 ) -> None:
     fields = FIELDS | fields
-    results = run_on(world_size)(train, build, fields)
-    check(results, shapes, fields)
-    # Each matrix once a step, by one rank of the world.
-    total = sum(result.num_orthogonalized for result in results)
-    assert total == STEPS * num_matrices(shapes)
+    check(run_on(world_size)(train, build, fields), shapes, fields)
 
 
 def test_experts_sharded_on_their_first_dim_send_nothing(run_on: Ranks) -> None:
     results = run_on(2)(train, build_experts_0, FIELDS)
     check(results, EXPERTS)
     assert [result.sent for result in results] == [0, 0]
-
-
-@pytest.mark.slow
-def test_replicas_of_fsdp_over_tensor_parallelism_equal_the_twin_bit_for_bit(
-    run_on: Ranks,
-) -> None:
-    results = run_on(8, fresh=True)(train, partial(models.make_model, "hsdp_tp", EVEN), FIELDS)
-    check(results, EVEN)
-    total = sum(result.num_orthogonalized for result in results)
-    assert total == STEPS * num_matrices(EVEN)
-    # Both replicas get results from owners of either.
-    for first, second in zip(results[:4], results[4:], strict=True):
-        assert first.sent
-        for name, local in first.local.items():
-            assert torch.equal(local, second.local[name])

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from amo_dist import Muon, param_groups
-from amo_dist.optimizers.named import make_optimizer
+from amo_dist.kernels.newton_schulz import step_sizes
 from amo_dist.schedule.coefficients import named_schedule
 from amo_dist.schedule.source import Fixed
 from amo_dist.schedule.types import MatrixInfo
@@ -18,7 +18,8 @@ from tests import runs
 from tests.distributed import models
 from tests.distributed.harness import Ranks
 from tests.distributed.test_ranks import raised
-from tests.fuzz.cases import LR, NAMES, WEIGHT_DECAY, Case, check
+from tests.distributed.twin import LR
+from tests.fuzz.cases import NAMES, Case, check
 
 AMO_FIELDS: dict[str, Any] = {
     "observe_until": 2,
@@ -31,6 +32,8 @@ SUMS = [
     *(("NorMuon", "tp", 3), ("NorMuon", "hsdp", 4), ("NorMuon", "tp_fsdp", 4)),
 ]
 """Optimizers with sums over whole matrices."""
+PAIRS = {"feed_forward.w1.weight": (320, 128), "feed_forward.w2.weight": (128, 320)}
+"""Long enough for pairs of Newton-Schulz steps as a whole, and too short in two halves."""
 
 
 @pytest.mark.parametrize(
@@ -49,21 +52,13 @@ def test_one_process_and_shards_equal_the_twin(
     check(Case(world_size, layout, name, shapes, "float32", fields, True, head_dim), run_on)
 
 
-def train_adamw(rank: int, world_size: int) -> bool:
-    """Whether it ends as PyTorch's own on whole parameters."""
-    model, twin = (models.make_model(layout, models.shapes()) for layout in ("fsdp", "plain"))
-    found = runs.train(model, make_optimizer("AdamW", param_groups(model), LR, WEIGHT_DECAY), 1, 6)
-    own = torch.optim.AdamW(twin.parameters(), LR, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY)
-    expected = runs.train(twin, own, 1, 6)
-    # PyTorch's foreach kernel rounds a fused multiply-add differently at the end of a shard.
-    return all(
-        bool((found[name] - value).abs().max() <= 6 * 2.0**-23 * value.abs().max())
-        for name, value in expected.items()
-    )
-
-
-def test_adamw_on_shards_is_that_of_pytorch(run_on: Ranks) -> None:
-    assert run_on(3)(train_adamw) == [True] * 3
+@pytest.mark.parametrize(("layout", "dtype"), [("fsdp", "bfloat16"), ("tp", "float16")])
+def test_whole_shapes_decide_on_pairs_of_steps(run_on: Ranks, layout: str, dtype: str) -> None:
+    arguments = (named_schedule("kj").schedule.coefficients, getattr(torch, dtype))
+    assert 2 in step_sizes("auto", (320, 128), *arguments, torch.device("cpu"))
+    assert 2 not in step_sizes("auto", (160, 128), *arguments, torch.device("cpu"))
+    shapes = models.shapes(PAIRS)
+    check(Case(2, layout, "Muon", shapes, "float32", {"ns_dtype": dtype}, True), run_on)
 
 
 class FailingSource(Fixed):

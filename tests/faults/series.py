@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import random
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from pathlib import Path
+
+from tests.distributed.harness import Ranks
 
 Trial = Callable[[random.Random], list[str]]
 """Runs one trial; returns its events.
@@ -31,21 +35,19 @@ def run_series(trial: Trial, numbers: Sequence[int], seed: int) -> Counter[str]:
     return events
 
 
-def main(trials: Callable[[], AbstractContextManager[Trial]]) -> int:
+def main(make_trial: Callable[[Ranks, Path], Trial]) -> int:
     """The command line of a series; 1 where a trial failed."""
     parser = argparse.ArgumentParser(description="Trials that are drawn at random.")
     parser.add_argument("--number", type=int, default=10, help="trials to run")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after these")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, help="one trial, by its number")
     options = parser.parse_args()
     numbers = range(options.number) if options.only is None else [options.only]
     start, failures = time.monotonic(), 0
     events: Counter[str] = Counter()
-    with trials() as trial:
+    with contextlib.closing(Ranks()) as ranks, tempfile.TemporaryDirectory() as folder:
+        trial = make_trial(ranks, Path(folder))
         for number in numbers:
-            if time.monotonic() - start > 60 * options.minutes:
-                break
             events["trials"] += 1
             try:
                 events += run_series(trial, [number], options.seed)

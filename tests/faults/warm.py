@@ -12,19 +12,18 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tests.faults.worker import Run, quiet, train
+from tests.faults.worker import Run, train
 
 
 def _train_once() -> None:
     torch.set_num_threads(1)  # no threads, which a fork would lose
     level = logging.getLogger().level
     with tempfile.TemporaryDirectory() as name, warnings.catch_warnings():
-        quiet()
         folder = Path(name)
         dist.init_process_group("gloo", init_method=f"file://{folder}/s", rank=0, world_size=1)
         for layout in ("fsdp", "tp"):
-            train(0, Run(1, layout, 6, False), folder / layout)
-        train(0, Run(1, "fsdp", 6, False), folder / "fsdp")  # resumes
+            train(0, 1, Run(1, layout, 6, False), folder / layout)
+        train(0, 1, Run(1, "fsdp", 6, False), folder / "fsdp")  # resumes
         dist.destroy_process_group()
     logging.getLogger().setLevel(level)  # ranks of tests are to be heard
     gc.collect()

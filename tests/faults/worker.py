@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import datetime
 import json
 import logging
 import os
@@ -14,25 +13,25 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
 
-from amo_dist import AMO, AMOConfig, param_groups
+from amo_dist import AMO, AMOConfig, Muon, param_groups
 from tests import runs
 from tests.distributed import models
 from torchtitan_ext import CheckpointReader, CheckpointWriter
 
 STEPS, SEED = 12, 5
-FIELDS = runs.PHASES | {"bucket_bytes": 256, "ns_guard_every": 1}
+CONFIG = AMOConfig(**runs.PHASES, bucket_bytes=256, ns_guard_every=1)
 SHAPES = {
     "tok_embeddings.weight": (5, 8),
     "layers.0.attention.wq.weight": (12, 8),
@@ -70,7 +69,6 @@ class Run:
         save_every: Steps from one checkpoint to the next.
         saves_async: Whether a checkpoint is written while training goes on.
         kill: The end of the run, if that is not the last step.
-        planner: ``measured`` or ``paper``.
     """
 
     world_size: int
@@ -78,20 +76,10 @@ class Run:
     save_every: int
     saves_async: bool
     kill: Kill | None = None
-    planner: str = "measured"
-
-    @property
-    def config(self) -> AMOConfig:
-        """Settings of the optimizer."""
-        return AMOConfig(planner=self.planner, **FIELDS)
 
 
-def _die() -> None:
+def _die(*_: Any, **__: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _kill_instead(*_: Any, **__: Any) -> None:
-    _die()
 
 
 class _Writer(CheckpointWriter):
@@ -122,18 +110,23 @@ class _Writer(CheckpointWriter):
             super().finish(metadata, results)
 
 
-def state_of(model: nn.Module, optimizer: AMO) -> dict[str, Any]:
+def state_of(model: nn.Module, optimizer: Muon, flatten: bool = False) -> dict[str, Any]:
+    """The state that DCP saves."""
+    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
     return {
         "model": get_model_state_dict(model),
-        "optimizer": get_optimizer_state_dict(model, optimizer),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
     }
 
 
-def load(folder: Path, model: nn.Module, optimizer: AMO) -> None:
-    state = state_of(model, optimizer)
+def load(folder: Path, model: nn.Module, optimizer: Muon, flatten: bool = False) -> None:
+    """Load what DCP has saved."""
+    state = state_of(model, optimizer, flatten)
+    assert optimizer.num_steps_taken == 0  # the helper took no step to make state
     dcp.load(state, storage_reader=CheckpointReader(folder))
     set_model_state_dict(model, state["model"])
-    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
 
 
 class _Saver:
@@ -167,7 +160,7 @@ def make(run: Run) -> tuple[nn.Module, AMO]:
     """Model and optimizer before the first step."""
     model = models.make_model(run.layout, SHAPES)
     group = dist.group.WORLD if run.layout == "plain" and run.world_size > 1 else None
-    return model, AMO(param_groups(model), lr=1e-2, config=run.config, process_group=group)
+    return model, AMO(param_groups(model), lr=1e-2, config=CONFIG, process_group=group)
 
 
 def resume(run: Run, folder: Path) -> tuple[nn.Module, AMO, dict[str, list[str]]]:
@@ -188,15 +181,25 @@ def resume(run: Run, folder: Path) -> tuple[nn.Module, AMO, dict[str, list[str]]
     return *make(run), errors
 
 
-def train(rank: int, run: Run, folder: Path, resumed: Path | None = None) -> dict[str, Any]:
+def train(
+    rank: int, world_size: int, run: Run, folder: Path, resumed: Path | None = None
+) -> dict[str, Any]:
     """From the newest checkpoint that can be read, or from the start, to the end.
 
     Args:
         rank: Rank of this process.
+        world_size: Number of ranks.
         run: Layout, checkpoints and kill.
         folder: Folder of the checkpoints.
         resumed: File for the step that the first rank goes on from, and for the errors before.
+
+    Returns:
+        The control state by step from the first on, and the whole parameters at the end.
     """
+    quiet()
+    if run.kill is not None:
+        # The ranks left over say at length that one has gone.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     model, optimizer, errors = resume(run, folder)
     first = optimizer.num_steps_taken
     if resumed is not None:
@@ -204,7 +207,7 @@ def train(rank: int, run: Run, folder: Path, resumed: Path | None = None) -> dic
             resumed.write_text(json.dumps({"first": first, "errors": errors}))
         dist.barrier()  # or a kill of another rank could come before
     controls = {first: copy.deepcopy(optimizer.control_state_dict())}
-    saver, schedules = _Saver(folder, run, rank), {}
+    saver = _Saver(folder, run, rank)
     for step in range(first + 1, STEPS + 1):
         models.set_gradients(model, SEED, step)
         for group in optimizer.param_groups:
@@ -213,23 +216,15 @@ def train(rank: int, run: Run, folder: Path, resumed: Path | None = None) -> dic
         if kill and kill.point == "before_step":
             _die()
         if kill and kill.point == "in_step":
-            with mock.patch("amo_dist.engine.step.orthogonalize", _kill_instead):
+            with mock.patch("amo_dist.engine.step.orthogonalize", _die):
                 optimizer.step()
             _die()  # this rank owned nothing
         optimizer.step()
-        schedules[step] = {
-            name: schedule.digest() for name, schedule in optimizer.schedules_by_type(step).items()
-        }
         controls[step] = copy.deepcopy(optimizer.control_state_dict())
         if step % run.save_every == 0:
             saver.save(step, model, optimizer)
     saver.wait()
-    return {
-        "first": first,
-        "controls": controls,
-        "schedules": schedules,
-        "params": runs.weights(model),
-    }
+    return {"controls": controls, "params": runs.weights(model)}
 
 
 def quiet() -> None:
@@ -237,23 +232,3 @@ def quiet() -> None:
     # Residuals above the bound, and the stacks of errors that DCP raises anyway.
     logging.getLogger().setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", "Detected an existing checkpoint")
-
-
-def main(rank: int, run: Run, folder: Path, store: Path, result: Path, resumed: Path) -> None:
-    """The whole life of a rank; rank 0 leaves the result in a file."""
-    torch.set_num_threads(1)
-    quiet()
-    if run.kill is not None:
-        # The ranks left over say at length that one has gone.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=run.world_size,
-        timeout=datetime.timedelta(seconds=60),
-    )
-    outcome = train(rank, run, folder, resumed)
-    if rank == 0:
-        torch.save(outcome, result)
-    dist.destroy_process_group()

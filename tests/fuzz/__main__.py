@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from tests.faults.series import main
-from tests.fuzz.cases import cases
+from tests.fuzz.cases import check, draw
 
 if __name__ == "__main__":
-    sys.exit(main(cases))
+    sys.exit(main(lambda ranks, _: lambda rng: check(draw(rng), ranks)))

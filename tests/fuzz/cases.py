@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import random
-import tempfile
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,18 +13,22 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 from amo_dist import AMOConfig, MuonConfig, param_groups
-from amo_dist.optimizers.named import MUON_SCHEDULES, OPTIMIZER_NAMES, make_optimizer
-from amo_dist.optimizers.root import fit
-from amo_dist.schedule.coefficients import named_schedule
-from amo_dist.schedule.types import Schedule
+from amo_dist.optimizers.named import OPTIMIZER_NAMES, make_optimizer
 from tests import runs
 from tests.distributed import models
 from tests.distributed.harness import Ranks
-from tests.distributed.test_layouts_more import by_matrix, gradient, place, views_of, world_mesh
-from tests.faults.series import Trial
-from tests.oracle import AdaMuonOracle, NorMuonOracle, Oracle
+from tests.distributed.test_layouts_more import place, world_mesh
+from tests.distributed.twin import (
+    LR,
+    NORMED,
+    WEIGHT_DECAY,
+    Twin,
+    by_matrix,
+    set_gradients,
+    views_of,
+)
 
-LR, WEIGHT_DECAY, STEPS = 3e-3, 0.1, 6
+STEPS = 6
 LAYOUTS = {
     1: ("plain",),
     2: ("plain", "fsdp", "tp", "experts_1", "experts_2"),
@@ -39,7 +39,6 @@ NAMES = tuple(name for name in OPTIMIZER_NAMES if name != "AdamW")
 SIZES = (1, 2, 3, 5, 8, 13, 24)
 EVEN = (2, 4, 8, 16, 24)  # FSDP over TP: torch pads nothing there
 ADJUSTMENTS = ("match_rms_adamw", "original", "spectral")
-TWINS = {"AdaMuon": AdaMuonOracle, "NorMuon": NorMuonOracle}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +92,7 @@ def draw(rng: random.Random) -> Case:
     if not has_twin:
         fields |= {
             # The others scale updates themselves.
-            "adjust_lr": "match_rms_adamw" if name in TWINS else rng.choice(ADJUSTMENTS),
+            "adjust_lr": "match_rms_adamw" if name in NORMED else rng.choice(ADJUSTMENTS),
             "cautious_decay": rng.random() < 0.5,
             "bfloat16_params": rng.choice(("nearest", "master")),
         }
@@ -107,24 +106,6 @@ def draw(rng: random.Random) -> Case:
 
 def _has_heads(name: str) -> bool:
     return models.TYPES.get(name.split(".", 2)[-1]) in ("attn_q", "attn_k", "attn_v")
-
-
-def matrices(case: Case, name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """What `by_matrix` has, with the rows of each head apart."""
-    if not (case.head_dim and _has_heads(name)):
-        return by_matrix(name, tensor)
-    kinds = types_of(case, name, tuple(tensor.shape))
-    heads = tensor.split(case.head_dim)
-    return {key: head.clone() for key, head in zip(kinds, heads, strict=True)}
-
-
-def types_of(case: Case, name: str, shape: tuple[int, ...]) -> dict[str, str]:
-    """Operator type of each of `matrices`."""
-    views = views_of(name, shape) or ()
-    if case.head_dim and _has_heads(name):
-        kind, number = views[0].operator_type, shape[0] // case.head_dim
-        return {f"{name}[{kind[-1]}.{head}]": kind for head in range(number)}
-    return {name + view.suffix: view.operator_type for view in views}
 
 
 def _amo_fields(rng: random.Random) -> dict[str, Any]:
@@ -193,36 +174,9 @@ def _train(world_size: int, case: Case) -> dict[str, Tensor]:
         process_group=group,
     )
     for step in range(1, STEPS + 1):
-        for name, param in model.named_parameters():
-            grad = gradient(step, name, case.shapes[name]).to(param.dtype)
-            param.grad = models.place_like(grad, param)
+        set_gradients(model, step)
         optimizer.step()
     return runs.weights(model)
-
-
-def twin(case: Case) -> dict[str, Tensor]:
-    """Parameters after the last step, by matrix; none where its plan is one of equal ones."""
-    dtype = getattr(torch, case.dtype)
-    params: dict[str, Tensor] = {}
-    types: dict[str, str] = {}
-    for name, shape in case.shapes.items():
-        params |= matrices(case, name, models.initial(name, shape).to(dtype))
-        types |= types_of(case, name, shape)
-    fixed: dict[str, Schedule] = {}
-    if case.name == "ROOT":
-        shapes = {name: tuple(params[name].shape) for name in types}
-        for name, (rows, columns) in shapes.items():
-            fixed[name] = Schedule((fit((rows, columns)),) * 5, norm_scale=1.0)
-    elif case.name != "AMO":
-        fixed = dict.fromkeys(types, named_schedule(MUON_SCHEDULES.get(case.name, "kj")).schedule)
-    kind = TWINS.get(case.name, Oracle)
-    oracle = kind(params, types, case.config, lr=LR, weight_decay=WEIGHT_DECAY, schedules=fixed)
-    for step in range(1, STEPS + 1):
-        grads: dict[str, Tensor | None] = {}
-        for name, shape in case.shapes.items():
-            grads |= matrices(case, name, gradient(step, name, shape).to(dtype))
-        oracle.step(grads)
-    return oracle.params
 
 
 def check(case: Case, run_on: Ranks) -> list[str]:
@@ -235,7 +189,13 @@ def check(case: Case, run_on: Ranks) -> list[str]:
     if case.world_size > 1:
         results = run_on(case.world_size)(train, case)
         ends |= {f"rank {rank}": result for rank, result in enumerate(results)}
-    expected = twin(case) if case.has_twin else {}
+    expected: dict[str, Tensor] = {}
+    if case.has_twin:
+        dtype = getattr(torch, case.dtype)
+        twin = Twin(case.shapes, case.config, case.name, case.head_dim, dtype)
+        for step in range(1, STEPS + 1):
+            twin.step(step)
+        expected = twin.oracle.params
     first = ends["one process"]
     for who, params in ends.items():
         assert params.keys() == case.shapes.keys()
@@ -245,8 +205,8 @@ def check(case: Case, run_on: Ranks) -> list[str]:
             _assert_alike(found, first[name], not is_matrix, f"{who}, {name}: {case}")
             if expected:
                 # The factor to a norm may differ in its last bit in each step.
-                rounds = not is_matrix or case.name in TWINS
-                for key, matrix in matrices(case, name, found).items():
+                rounds = not is_matrix or case.name in NORMED
+                for key, matrix in by_matrix(name, found, case.head_dim).items():
                     _assert_alike(matrix, expected[key], rounds, f"{who} and twin, {key}: {case}")
     return [
         f"{case.name}",
@@ -264,15 +224,3 @@ def _assert_alike(found: Tensor, expected: Tensor, rounds: bool, what: str) -> N
         return
     scale = expected.abs().max().float() * torch.finfo(expected.dtype).eps
     assert (found.float() - expected.float()).abs().max() <= STEPS * scale, what
-
-
-@contextlib.contextmanager
-def cases(run_on: Ranks | None = None) -> Iterator[Trial]:
-    """Cases on ranks that they share."""
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = run_on or Ranks(lambda: Path(tempfile.mkdtemp(dir=folder)))
-        try:
-            yield lambda rng: check(draw(rng), ranks)
-        finally:
-            if run_on is None:
-                ranks.close()
