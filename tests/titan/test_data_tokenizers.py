@@ -76,7 +76,7 @@ def test_tokens_are_those_of_tiktoken(name: str, monkeypatch: pytest.MonkeyPatch
         special["<|reserved_special_token_247|>"] = BPE_SIZE + 255
         pattern = TikTokenConverter().pattern
     stock = tiktoken.Encoding("x", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
-    ours = TiktokenTokenizer(name or path)
+    ours = TiktokenTokenizer("" if name else path, name)
     assert [ours.encode(text) for text in texts()] == [stock.encode_ordinary(t) for t in texts()]
     assert {token: ours.encoding.encode_single_token(token) for token in special} == special
     assert ours.get_vocab_size() == max(special.values()) + 1
@@ -88,7 +88,7 @@ def test_tokens_are_those_of_tiktoken(name: str, monkeypatch: pytest.MonkeyPatch
     ("name", "make", "end"),
     [
         ("tokenizer.json", HFTokenizer, TURN),
-        (BPE, lambda path, eos="": TiktokenTokenizer(f"{path}/{BPE}", eos), "<|eot_id|>"),
+        (BPE, lambda path, eos="": TiktokenTokenizer(f"{path}/{BPE}", "", eos), "<|eot_id|>"),
     ],
 )
 def test_an_identity_is_that_of_the_file_and_the_end_token(

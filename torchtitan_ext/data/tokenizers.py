@@ -59,9 +59,11 @@ class Tokenizer(BaseTokenizer):
         path: str = ""
         """
         Folder or file of ``hf``, by default ``hf_assets_path``; for ``tiktoken`` a BPE file of
-        Llama 3's pattern and special tokens (``*.tiktoken``, or Llama's ``tokenizer.model``), or
-        the name of one of its encodings, such as ``o200k_base``.
+        Llama 3's pattern and special tokens: ``*.tiktoken``, or Llama's ``tokenizer.model``.
         """
+
+        encoding: Literal["", "gpt2", "cl100k_base", "o200k_base"] = ""
+        """Encoding of ``tiktoken``, in place of a ``path``, from its cache or the internet."""
 
         eos_token: str = ""
         """
@@ -82,7 +84,7 @@ class Tokenizer(BaseTokenizer):
                 return HFTokenizer(self.path or tokenizer_path, self.eos_token)
             if self.kind == "byte":
                 return ByteTokenizer()
-            return TiktokenTokenizer(self.path, self.eos_token)
+            return TiktokenTokenizer(self.path, self.encoding, self.eos_token)
 
     def encode_documents(self, texts: Sequence[str]) -> list[Any]:
         """The tokens of each document, (num_tokens,) integers, its end token included."""
@@ -143,8 +145,8 @@ class TiktokenTokenizer(Tokenizer):
 
     Args:
         path: BPE file with the pattern and special tokens of Llama 3: lines of a token in base64
-            and its number; or the name of one of tiktoken's encodings, whose file is read from its
-            cache or the internet.
+            and its number; empty for ``encoding``.
+        encoding: Name of one of tiktoken's encodings; empty for ``path``.
         eos_token: Special token after each document; empty for the end of a text.
 
     Attributes:
@@ -154,23 +156,28 @@ class TiktokenTokenizer(Tokenizer):
         ValueError: The file is missing or no BPE file, or the token does not exist.
     """
 
-    def __init__(self, path: str, eos_token: str = "") -> None:
+    def __init__(self, path: str, encoding: str = "", eos_token: str = "") -> None:
         super().__init__()
-        is_named = path in tiktoken.list_encoding_names()
-        try:
-            self.encoding = tiktoken.get_encoding(path) if is_named else _llama3(path)
-        except (OSError, ValueError) as error:
+        if path and encoding:
             raise ValueError(
-                f"tokenizer.path: found {path!r}, expected a BPE file of tiktoken, or the name of "
-                f"an encoding whose file is in TIKTOKEN_CACHE_DIR: {error}"
+                f"tokenizer.encoding: found {encoding!r}, expected none with tokenizer.path, which "
+                "is read with Llama 3's pattern and special tokens"
+            )
+        try:
+            self.encoding = tiktoken.get_encoding(encoding) if encoding else _llama3(path)
+        except (OSError, ValueError) as error:
+            field, value = ("encoding", encoding) if encoding else ("path", path)
+            raise ValueError(
+                f"tokenizer.{field}: found {value!r}, expected a BPE file of tiktoken, that of an "
+                f"encoding in TIKTOKEN_CACHE_DIR: {error}"
             ) from None
-        name = eos_token or ("<|endoftext|>" if is_named else "<|end_of_text|>")
+        name = eos_token or ("<|endoftext|>" if encoding else "<|end_of_text|>")
         if name not in self.encoding.special_tokens_set:
             names = ", ".join(sorted(self.encoding.special_tokens_set))
             raise ValueError(f"tokenizer.eos_token: found {name!r}, expected one of {names}")
         self.eos_id = self.encoding.encode_single_token(name)
         # tiktoken checks the file of an encoding against a digest of its own.
-        self._identify(path.encode() if is_named else Path(path).expanduser().read_bytes())
+        self._identify(encoding.encode() or Path(path).expanduser().read_bytes())
 
     def encode_documents(self, texts: Sequence[str]) -> list[Any]:
         """The tokens of each document, its end token included."""

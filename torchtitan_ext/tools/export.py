@@ -210,5 +210,6 @@ def run(args: argparse.Namespace) -> int:
     export(checkpoint, args.output, source)
     print(f"{checkpoint} is written to {args.output}")
     if source.tokenizer.kind == "tiktoken":
-        print(f"without a tokenizer: it is tiktoken's, {source.tokenizer.path}")
+        name = source.tokenizer.encoding or source.tokenizer.path
+        print(f"without a tokenizer: it is tiktoken's, {name}")
     return 0

@@ -21,7 +21,8 @@ from torchtitan_ext.runs.files import replace
 # Default value, choices and help by option.
 OPTIONS: dict[str, tuple[Any, tuple[str, ...] | None, str]] = {
     "--tokenizer": ("hf", ("hf", "tiktoken", "byte"), "kind of the tokenizer"),
-    "--tokenizer-path": ("", None, "folder or file of the tokenizer, or an encoding of tiktoken"),
+    "--tokenizer-path": ("", None, "folder or file of the tokenizer"),
+    "--encoding": ("", ("gpt2", "cl100k_base", "o200k_base"), "encoding of tiktoken"),
     "--eos-token": ("", None, "token after each document"),
     "--pattern": ("", None, "glob of the files in the folder; else parquet, JSON lines and .txt"),
     "--text-field": ("text", None, "field with a row's text"),
@@ -51,7 +52,10 @@ def tokenize(args: argparse.Namespace) -> int:
     if args.tasks < 0:
         raise ValueError(f"--tasks: found {args.tasks}, expected 1 or more, or 0 for all cores")
     tokenizer = Tokenizer.Config(
-        kind=args.tokenizer, path=args.tokenizer_path, eos_token=args.eos_token
+        kind=args.tokenizer,
+        path=args.tokenizer_path,
+        encoding=args.encoding,
+        eos_token=args.eos_token,
     )
     built = tokenizer.build(tokenizer_path=args.tokenizer_path)
     source = os.path.expanduser(args.source)
