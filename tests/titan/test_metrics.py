@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from pathlib import Path
 from types import SimpleNamespace
@@ -198,25 +197,6 @@ def test_the_line_of_a_step_tells_of_waits_from_one_per_cent_on(
     assert ("waits for data" in line) == is_told
     assert "NS steps: 6 3" in line
     assert line.endswith("to go: 1:15:00 of 120 steps")
-
-
-class OwnMetrics(metrics.MetricsProcessor):
-    """A processor of a user's."""
-
-    @dataclasses.dataclass(kw_only=True, slots=True)
-    class Config(metrics.MetricsProcessor.Config):
-        """Its section."""
-
-    def __init__(self, config: Config, **options: Any) -> None:
-        self.logger = SimpleNamespace(close=lambda: None)
-
-
-@pytest.mark.parametrize(
-    "section",
-    [OwnMetrics.Config(), metrics.MetricsProcessor.Config(processor=f"{__name__}.OwnMetrics")],
-)
-def test_a_subclass_of_the_processor_is_built_as_itself(section: Any) -> None:
-    assert type(section.build()) is OwnMetrics
 
 
 def test_a_resumed_run_shows_its_plan_and_a_new_plan_is_written_with_the_next_log(

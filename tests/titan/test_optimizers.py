@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -202,19 +201,6 @@ GROUPS = {
     "no_decay": (".*norm.*",),
     "lr_multipliers": {r"layers\.1\..*wq.*": 0.5, r"(?=.*wq).*": 2.0},
 }
-
-
-class OwnContainer(OptimizersContainer):
-    """A container of a user's."""
-
-    @dataclasses.dataclass(kw_only=True, slots=True)
-    class Config(OptimizersContainer.Config):
-        """Its section."""
-
-
-@pytest.mark.parametrize("name", ["Muon", "AdamW"])
-def test_a_subclass_of_the_container_is_built_as_itself(name: str) -> None:
-    assert type(OwnContainer.Config(name=name).build(model_parts=[model()])) is OwnContainer
 
 
 @pytest.mark.parametrize("name", ["AMO", "Muon", "AdamW"])

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from torchtitan_ext.runs.records import read_records
-from torchtitan_ext.runs.run_files import RunFiles, lock, require_unlocked
+from torchtitan_ext.runs.run_files import RunFiles, find_checkpoint, lock, require_unlocked
 
 CONFIG: dict[str, Any] = {
     "optimizer": {"lr": 0.1, "betas": (0.9, 0.95)},
@@ -101,3 +101,13 @@ def test_a_run_leaves_the_config_of_its_latest_start(tmp_path: Path) -> None:
     files.start(1, CONFIG)
     files.start(7, {**CONFIG, "optimizer": {"lr": 0.2}})
     assert json.loads((tmp_path / "run.json").read_text())["optimizer"] == {"lr": 0.2}
+
+
+def test_the_newest_complete_checkpoint_of_a_run_is_found(tmp_path: Path) -> None:
+    folder = tmp_path / "of any name"
+    for step, last in ((20, ".metadata"), (100, ".metadata"), (200, "__0_0.distcp")):
+        (folder / f"step-{step}").mkdir(parents=True)
+        (folder / f"step-{step}" / last).touch()  # the last save was cut short
+    for path in (tmp_path, folder):
+        assert find_checkpoint(path) == folder / "step-100"
+    assert find_checkpoint(folder / "step-20") == folder / "step-20"
