@@ -117,7 +117,8 @@ def check(name: str, record: dict[str, float]) -> None:
     assert 0 < record["grad_norm"] < 1e3, name
     is_adamw = name.endswith("_adamw_paper")
     assert record["phase"] == ("" if is_adamw else "observation")
-    assert set(record["num_steps_by_type"].values()) == (set() if is_adamw else {5})
+    # Every type has its steps: names of compiled modules are those of plain ones.
+    assert [*record["num_steps_by_type"].values()] == ([] if is_adamw else [5] * 7)
 
 
 @pytest.mark.slow

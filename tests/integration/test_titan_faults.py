@@ -25,6 +25,11 @@ def reference(titan: Server, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A run that nothing happened to."""
     run = titan.run(Job(2, str(tmp_path_factory.mktemp("reference")), OPTIONS))
     assert run.complete() == [2, 4, 6, 8, 10]
+    # The console of a brief run: the plan once, and nothing of what only a log needs.
+    assert run.output().count("beside the uniform schedule:\n") == 1
+    for rank in range(2):
+        assert "device mesh" in (run.folder / f"log_rank{rank}.txt").read_text()
+    assert "device mesh" not in run.output()
     return run
 
 
@@ -68,7 +73,8 @@ def test_a_full_disk_is_told_and_costs_only_the_steps_since(
     titan: Server, reference: Run, tmp_path: Path
 ) -> None:
     job = Job(2, str(tmp_path), (*OPTIONS, ASYNC))
-    exits = titan.wait(titan.start(dataclasses.replace(job, disk_full_at=6)), timeout=60)
+    fails = dataclasses.replace(job, die_at=(1, 6, "disk_full"))
+    exits = titan.wait(titan.start(fails), timeout=60)
     assert exits == [1, 1]
     run = Run(tmp_path, 2)
     for rank in range(2):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torchtitan.models.llama3 import llama3_configs
 from torchtitan.models.qwen3 import qwen3_configs
 
@@ -28,21 +26,15 @@ def config_of(flavor: str) -> Any:
     return models.spec(models.Model(name=family(flavor), flavor=flavor)).model
 
 
-@functools.cache
-def meta_model(flavor: str) -> nn.Module:
-    with torch.device("meta"):
-        model: nn.Module = config_of(flavor).build()
-    return model
-
-
 def test_no_flavor_shadows_one_of_torchtitan() -> None:
     assert not models.FLAVORS["llama3"].keys() & llama3_configs.keys()
     assert not models.FLAVORS["qwen3"].keys() & qwen3_configs.keys()
 
 
 @pytest.mark.parametrize("flavor", GOLDEN)
-def test_the_optimizers_share_the_parameters_as_in_the_paper(flavor: str) -> None:
-    model = meta_model(flavor)
+def test_shapes_and_shares_of_the_optimizers_are_the_papers(flavor: str) -> None:
+    with torch.device("meta"):
+        model: Any = config_of(flavor).build()
     muon, adamw = param_groups(model)
     counts = [sum(p.numel() for _, p in group["params"]) for group in (muon, adamw)]
     golden = GOLDEN[flavor]
@@ -52,12 +44,6 @@ def test_the_optimizers_share_the_parameters_as_in_the_paper(flavor: str) -> Non
     assert 100 * counts[0] / sum(counts) == pytest.approx(golden["muon_ratio_pct"], abs=1e-2)
     types = {views[0].operator_type for views in muon["matrix_views"].values()}
     assert types == set(OPERATOR_TYPES)
-
-
-@pytest.mark.parametrize("flavor", GOLDEN)
-def test_shapes_are_those_of_the_paper(flavor: str) -> None:
-    model = meta_model(flavor)
-    golden = GOLDEN[flavor]
     head_dim = round(golden["q_ratio"] * golden["dim"] / golden["heads"])
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     assert len(model.layers) == golden["layers"]

@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import tokenizers
+import torch
 
 from tests.examples import ROOT
 from tests.titan.data_corpus import bpe_folder, build, packed, write_jsonl, write_packed
@@ -23,11 +24,12 @@ from torchtitan_ext.config import settings
 from torchtitan_ext.config.schedule_file import load_schedule_file
 from torchtitan_ext.data.loader import ValidationLoader
 from torchtitan_ext.data.tokenizers import Tokenizer
-from torchtitan_ext.plugin import models, optimizers
+from torchtitan_ext.plugin import models, optimizers, patches
 from torchtitan_ext.plugin.callbacks import Callback, Callbacks
 from torchtitan_ext.plugin.checkpoints import CheckpointManager
 from torchtitan_ext.plugin.metrics import MetricsProcessor
 from torchtitan_ext.plugin.optimizers import MuonSection
+from torchtitan_ext.plugin.parallelize import parallelize
 from torchtitan_ext.tools import train
 
 BPE = str(bpe_folder() / "bpe.tiktoken")
@@ -89,6 +91,13 @@ def of_model(**fields: Any) -> None:
     models.spec(models.Model(**fields))
 
 
+def on_cpu(attention: Any) -> None:
+    patches.install()
+    with torch.device("meta"):
+        model = models.spec(models.Model(flavor="tiny", attention=attention)).model.build()
+    parallelize(lambda model: model, model)
+
+
 CALLS: list[tuple[Callable[[], object], str]] = [
     (lambda: in_world_of_three("--parallelism.data_parallel_shard_degree=2"), "parallelism"),
     (lambda: in_world_of_three("--parallelism.tensor_parallel_degree=0"), "parallelism"),
@@ -128,6 +137,7 @@ CALLS: list[tuple[Callable[[], object], str]] = [
     (lambda: schedules("format = 1", "format = "), "not TOML"),
     (lambda: of_model(flavor="9B"), "model.flavor"),
     (lambda: of_model(name="gpt_oss"), "model.attention"),
+    (lambda: on_cpu("flex"), "model.attention"),
     (lambda: tokenizer(path="nowhere"), "tokenizer.path"),
     (lambda: tokenizer(path=JSON, eos_token="<eos>"), "tokenizer.eos_token"),
     (lambda: tokenizer(kind="tiktoken"), "tokenizer.path"),
@@ -183,6 +193,7 @@ def test_a_mistake_is_named(
     call: Callable[[], object], field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("AMO_DEVICE", "cpu")
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")  # no download
     write_packed(tmp_path / "corpus", [["a text of some words"] * 10])

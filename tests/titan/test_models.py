@@ -6,12 +6,10 @@ from typing import Literal, cast
 
 import pytest
 import torch
-from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.common.decoder import Decoder
 
-from torchtitan_ext.plugin import models, patches
+from torchtitan_ext.plugin import models
 from torchtitan_ext.plugin.activations import Activations
-from torchtitan_ext.plugin.parallelize import parallelize
 
 
 def build(name: str, flavor: str, *, fuse_qkv: bool = False) -> Decoder:
@@ -46,24 +44,6 @@ def test_a_fused_projection_starts_as_three(name: str) -> None:
         assert torch.equal(found[key], value), key
     tokens = torch.arange(12).view(2, 6)
     torch.testing.assert_close(fused(tokens), apart(tokens))
-
-
-@pytest.mark.parametrize("flavor", ["tiny", "debugmodel"])
-def test_sdpa_is_in_every_block(flavor: str) -> None:
-    config = cast(Decoder.Config, models.spec(models.Model(name="qwen3", flavor=flavor)).model)
-    inner = [layer.attention.inner_attention for layer in config.layers]
-    assert all(isinstance(one, ScaledDotProductAttention.Config) for one in inner)
-
-
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="for machines without an accelerator")
-@pytest.mark.parametrize("attention", ["flex", "varlen"])
-def test_attention_that_does_not_train_on_a_cpu(attention: Literal["flex", "varlen"]) -> None:
-    patches.install()
-    spec = models.spec(models.Model(flavor="tiny", attention=attention))
-    with torch.device("meta"):
-        model = spec.model.build()
-    with pytest.raises(ValueError, match=r"model.attention: found .*, expected 'sdpa' on a CPU"):
-        parallelize(lambda model: model, model)
 
 
 @pytest.mark.parametrize(("mode", "wraps"), [("none", False), ("full", True), ("selective", True)])
