@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.titan_ranks import Job, Run, Server, assert_same_end
+from torchtitan_ext.tools.report.data import load
 
 NUM_STEPS = 10
 OPTIONS = (
@@ -66,6 +67,8 @@ def test_a_checkpoint_cut_short_or_damaged_is_gone_past(
     assert f"{newest} is damaged: __1_0.distcp has other bytes than were written" in run.output()
     assert f"training resumes at step 3 of {NUM_STEPS}\n" in run.output()
     assert_same_end(run, reference, NUM_STEPS)
+    spans = load(run.folder).spans("phase")
+    assert spans == [("observation", 1, 4), ("transition", 5, 7), ("locked", 8, NUM_STEPS)]
 
 
 @pytest.mark.slow

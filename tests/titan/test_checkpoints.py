@@ -258,7 +258,19 @@ def test_schedules_go_on_from_the_peak_that_was_loaded(saved: Path) -> None:
         assert run.schedulers.schedulers[0].base_lrs == [8e-4]
 
 
-def test_a_resume_with_another_batch_is_refused(saved: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(Trainer.config.training, "global_batch_size", 4)
-    with opened(saved) as run, pytest.raises(ValueError, match=r"^training\.global_batch_size: "):
-        run.load()
+@pytest.mark.parametrize(
+    ("field", "rule", "is_refused"),
+    [
+        ("global_batch_size", "error", True),
+        ("local_batch_size", "keep_checkpoint", True),  # only the config can set it
+        ("global_batch_size", "use_config", False),
+    ],
+)
+def test_a_resume_with_another_batch_is_refused(
+    saved: Path, monkeypatch: pytest.MonkeyPatch, field: str, rule: str, is_refused: bool
+) -> None:
+    monkeypatch.setattr(Trainer.config.training, field, 2)
+    monkeypatch.setattr(Trainer.config.optimizer, "on_config_change", rule)
+    refusal = pytest.raises(ValueError, match=rf"^training\.{field}: ")
+    with opened(saved) as run, refusal if is_refused else contextlib.nullcontext():
+        assert run.load() == 10

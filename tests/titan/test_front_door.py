@@ -68,6 +68,7 @@ def test_commands_without_torchtitan_run_or_name_the_extra() -> None:
     assert done.stdout.splitlines()[-1] == "[0, 0, 2, 2, 2]"
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 3
+    assert done.stderr.startswith("loading ")  # printed before what takes seconds
     assert all("pip install 'amo-dist[titan]'" in line for line in errors)
 
 
@@ -80,21 +81,6 @@ def test_a_module_that_is_missing_elsewhere_keeps_its_traceback(
     monkeypatch.setattr(cli, "run_command", run)
     with pytest.raises(ModuleNotFoundError, match="mine"):
         cli.main(["train", "x.toml"])
-
-
-@pytest.mark.parametrize("words", [["preflight", "configs/no.toml"], ["train", "configs/no.toml"]])
-def test_a_command_prints_before_it_loads_torch(words: list[str]) -> None:
-    """Loading takes 10 s and more; it is made to end the process here."""
-    code = (
-        "import sys; sys.modules['torch'] = None\n"
-        "try:\n"
-        f"    from torchtitan_ext.cli import main; main({words!r})\n"
-        "except ImportError:\n"
-        "    pass\n"
-    )
-    done = python("-c", code)
-    assert done.returncode == 0
-    assert done.stderr.startswith("loading ")
 
 
 def test_a_rank_of_torchrun_becomes_the_rank(tmp_path: Path) -> None:

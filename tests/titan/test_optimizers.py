@@ -5,19 +5,15 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torchtitan.components.optimizer as titan
 from torch import nn
-from torchtitan.models.common.attention import FusedQKVLinear
-from torchtitan.models.common.linear import Linear
 
 from amo_dist import AMOConfig
 from amo_dist.optimizers.named import OPTIMIZER_NAMES
-from torchtitan_ext.plugin import optimizers
+from torchtitan_ext.plugin import models, optimizers
 from torchtitan_ext.plugin.optimizers import MuonSection, OptimizersContainer
 from torchtitan_ext.runs import run_log
 
@@ -137,54 +133,13 @@ def test_adamw_is_pytorchs() -> None:
     assert container.clock.take() == 0
 
 
-class MoEBlock(Block):
-    moe_enabled = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.moe = nn.Module()
-        self.moe.load_balance_coeff = 0.1
-        self.moe.register_buffer("tokens_per_expert_E", torch.tensor([3.0, 1.0]))
-        self.moe.register_buffer("expert_bias_E", torch.zeros(2))
-
-
-@pytest.mark.parametrize("name", ["AMO", "AdamW"])
-def test_the_load_balancing_hook_survives(name: str) -> None:
-    torch.manual_seed(0)
-    root = nn.Module()
-    root.layers = nn.ModuleDict({"0": MoEBlock()})
-    dims = SimpleNamespace(ep_enabled=False, get_optional_mesh=lambda _name: None)
-    container = build([root], config(name))
-    titan.register_moe_load_balancing_hook(container, [root], dims)  # as specs of mixtures do
-    train(container, 1)
-    # The busier expert becomes less attractive.
-    assert root.layers["0"].moe.expert_bias_E.tolist() == pytest.approx([-0.1, 0.1])
-
-
-def fused_model(num_heads: int = 4, num_kv_heads: int = 2, head_dim: int = 3) -> nn.Module:
-    torch.manual_seed(0)
-    root = nn.Module()
-    root.layers = nn.ModuleDict({"0": nn.Module()})
-    root.layers["0"].attention = nn.Module()
-    width = (num_heads + 2 * num_kv_heads) * head_dim
-    root.layers["0"].attention.qkv_linear = FusedQKVLinear.Config(
-        head_dim=head_dim,
-        n_heads=num_heads,
-        n_kv_heads=num_kv_heads,
-        wqkv=Linear.Config(in_features=6, out_features=width, bias=False),
-    ).build()
-    for parameter in root.parameters():
-        nn.init.normal_(parameter)
-    return root
-
-
 @pytest.mark.parametrize("name", ["Muon", "AMO"])
 def test_one_line_makes_a_matrix_of_each_head(name: str) -> None:
     section = config(name, muon=MuonSection(per_head=True))
     optimizers.validate(section)
-    container = build([fused_model()], section)
-    counts = Counter(container.optimizer.operator_types)
-    assert counts == {"attn_q": 4, "attn_k": 2, "attn_v": 2}
+    fused = models.spec(models.Model(flavor="tiny", fuse_qkv=True)).model.build()
+    counts = Counter(build([fused], section).optimizer.operator_types)
+    assert (counts["attn_q"], counts["attn_k"], counts["attn_v"]) == (12, 4, 4)  # in two layers
 
 
 A2 = str(Path(__file__).parents[2] / "configs" / "schedules" / "a2.toml")
