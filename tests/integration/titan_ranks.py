@@ -49,6 +49,8 @@ class Job:
         die_at: ``(rank, step, how)``: that rank sends itself the signal ``how`` after the step, or
             is killed ``in_save`` or ``before_metadata`` of the step's checkpoint, or finds the
             ``disk_full`` there.
+        fake_world: Ranks of a world whose first one alone is real, as torchtitan fakes it: without
+            :data:`OPTIONS`, and with models of the paper that are cut.
         stock: A function of :mod:`tests.integration.stock_configs` instead of a file: a config of
             torchtitan, started by torchtitan's entry point with these arguments alone.
     """
@@ -58,6 +60,7 @@ class Job:
     arguments: tuple[str, ...] = ()
     config: str = CONFIG
     die_at: tuple[int, int, str] | None = None
+    fake_world: int = 0
     stock: str = ""
 
 
@@ -205,6 +208,15 @@ def _cut_debug_models() -> None:
         flavors["cut"] = functools.partial(_first_layers, flavors["debugmodel"])
 
 
+def _cut_models_of_the_paper() -> None:
+    """One layer and few tokens, for time; width is kept."""
+    from torchtitan_ext.plugin import models
+
+    for flavors in models.FLAVORS.values():
+        for name in models.MODELS & flavors.keys():
+            flavors[name] = dataclasses.replace(flavors[name][0], layers=1), 4096
+
+
 def _first_layers(stock: Any, **options: Any) -> Any:
     config = stock(**options)
     return dataclasses.replace(config, layers=config.layers[:2])
@@ -258,13 +270,17 @@ def _rank(job: Job, rank: int, store: Path) -> int:
     output = os.open(folder / f"rank{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job.world_size))
-    torch.distributed.init_process_group = functools.partial(
-        torch.distributed.init_process_group,
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=job.world_size,
-    )
+    world_size = str(job.fake_world or job.world_size)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=world_size, NGPU=world_size)
+    if job.fake_world:
+        _cut_models_of_the_paper()
+    else:
+        torch.distributed.init_process_group = functools.partial(
+            torch.distributed.init_process_group,
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=job.world_size,
+        )
     # torchtitan's first rank waits two seconds at the end, for stores that live in it.
     clock = types.SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda _seconds: None)
     setattr(torchtitan.trainer, "time", clock)  # noqa: B010
@@ -294,18 +310,20 @@ def _train(job: Job, rank: int) -> int:
         sys.argv += [f"--dump_folder={folder}", *job.arguments]
         main()
         return 0
-    options = [f"--job.config_file={job.config}", *OPTIONS, f"--dump_folder={folder}"]
-    return train.main([*options, *job.arguments])
+    options = () if job.fake_world else OPTIONS
+    where = (f"--job.config_file={job.config}", f"--dump_folder={folder}")
+    return train.main([*where, *options, *job.arguments])
 
 
 def _traced(trainer_class: Any, path: Path, job: Job, rank: int) -> Any:
     """A trainer that writes down each step of its optimizer."""
+    from amo_dist import Muon
 
     class Traced(trainer_class):  # type: ignore[misc]
         def __init__(self, config: Any) -> None:
             super().__init__(config)
             path.unlink(missing_ok=True)
-            if hasattr(self.optimizers, "optimizer"):
+            if isinstance(self.optimizers.optimizer, Muon):
                 self.optimizers.register_step_post_hook(lambda *_: self._trace())
 
         def _trace(self) -> None:
