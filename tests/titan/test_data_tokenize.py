@@ -167,10 +167,10 @@ def test_slurm_gets_the_tasks_and_the_programs_of_this_environment(tmp_path: Pat
     options = ("--tasks=2", "--executor=slurm", "--executor-option=partition=cpu")
     with mock.patch("datatrove.executor.slurm.SlurmPipelineExecutor", autospec=True) as executor:
         assert run(tmp_path, tmp_path / "out", *options, "--executor-option=time=1") == 0
-    (pipeline,), options = executor.call_args
+    (pipeline,), given = executor.call_args
     pickle.dumps(pipeline)  # as each task of the array reads it
-    assert (options["tasks"], options["partition"], options["time"]) == (2, "cpu", 1)
-    assert str(Path(sys.executable).parent) in options["env_command"]
+    assert (given["tasks"], given["partition"], given["time"]) == (2, "cpu", 1)
+    assert str(Path(sys.executable).parent) in given["env_command"]
 
 
 def write_index(path: Path, ends: list[int]) -> None:
