@@ -238,7 +238,8 @@ def test_the_time_limit_saves_and_queues_the_job_again_though_scancel_fails(
     job: Job, train: str, cancel: str, status: int, attempts: int
 ) -> None:
     save = f"echo 300 > {job.folder}/step"
-    stub(job.folder, "scancel", f'echo "scancel $*" >> {{0}}/calls\n{cancel}'.format(job.folder))
+    noted = f'echo "scancel $*" >> {job.folder}/calls\n'
+    stub(job.folder, "scancel", noted + cancel.format(job.folder))
     job.ranks(train.format(job.folder, save))
     process = job.start()
     while not (job.folder / "trained").exists():

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.titan_ranks import Job, Run, Server, assert_same_end
+from tests.titan.test_checkpoints import flip
 from torchtitan_ext.tools.report.data import load
 
 NUM_STEPS = 10
@@ -57,10 +58,7 @@ def test_a_checkpoint_cut_short_or_damaged_is_gone_past(
     assert run.complete() == [2, 4]
     assert list((tmp_path / "checkpoint" / "step-6").iterdir())
     newest = tmp_path / "checkpoint" / "step-4"
-    shard = newest / "__1_0.distcp"
-    data = bytearray(shard.read_bytes())
-    data[len(data) // 2] ^= 1
-    shard.write_bytes(data)
+    flip(newest / "__1_0.distcp")
     stops = dataclasses.replace(job, arguments=(*job.arguments, STOP))
     assert titan.wait(titan.start(stops), timeout=60) == [2, 2]
     run = titan.run(job)

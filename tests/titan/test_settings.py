@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from torchtitan_ext.plugin import metrics
 from torchtitan_ext.plugin.metrics import MetricsProcessor
 from torchtitan_ext.plugin.optimizers import SHARED, MuonSection, OptimizersContainer
 from torchtitan_ext.plugin.trainer import Trainer
+from torchtitan_ext.runs import files as atomic
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 AMO = "[optimizer]\nname = 'AMO'\n[optimizer.amo]\nobserve_until = 8\nobserve_every = 4\n"
@@ -167,22 +167,13 @@ def test_nodes_that_start_at_once_do_not_take_each_others_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They shared a scratch file: the node that came second ended with `No such file`."""
-    folder = tmp_path / "run"
-    config = small(f"--dump_folder={folder}")
-    process, flush, others = os.getpid(), os.fsync, [1]
-
-    def other_node_writes_meanwhile(file: int) -> None:
-        flush(file)
-        if others:
-            other = process + others.pop()
-            monkeypatch.setattr(os, "getpid", lambda: other)
-            settings.for_ranks(config)
-            monkeypatch.setattr(os, "getpid", lambda: process)
-
-    monkeypatch.setattr(os, "fsync", other_node_writes_meanwhile)
-    arguments = settings.for_ranks(config)
-    assert [path.name for path in folder.iterdir()] == ["start.json"]
-    assert values.plain(settings.parse(arguments)) == values.plain(config)
+    config, suffixes = small(f"--dump_folder={tmp_path}"), []
+    monkeypatch.setattr(atomic, "replace", lambda *arguments: suffixes.append(arguments[2]))
+    for host, process in (("a", 1), ("a", 2), ("b", 1)):
+        monkeypatch.setattr("socket.gethostname", lambda host=host: host)
+        monkeypatch.setattr("os.getpid", lambda process=process: process)
+        settings.for_ranks(config)
+    assert len({*suffixes}) == 3
 
 
 def titan_parse(name: str | Path, *options: str) -> Any:
