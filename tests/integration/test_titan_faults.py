@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 import signal
 from pathlib import Path
@@ -17,6 +18,7 @@ NUM_STEPS = 10
 OPTIONS = (
     *("--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.keep_latest_k=0"),
     "--checkpoint.no-last_save_model_only",
+    "--metrics.callbacks=tests.integration.own_callbacks.Recorder",
 )
 STOP = "--checkpoint.damaged=error"
 ASYNC = "--checkpoint.async_mode=async"
@@ -27,6 +29,14 @@ def reference(titan: Server, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A run that nothing happened to."""
     run = titan.run(Job(2, str(tmp_path_factory.mktemp("reference")), OPTIONS))
     assert run.complete() == [2, 4, 6, 8, 10]
+    calls = []
+    for step in range(1, NUM_STEPS + 1):
+        methods = ["before_step", *["on_plan"] * (step == 4), "after_step", "log_metrics"]
+        calls += [[method, step] for method in (*methods, *["on_save"] * (step % 2 == 0))]
+    for rank in range(2):
+        lines = (run.folder / f"calls{rank}.jsonl").read_text().splitlines()
+        assert [json.loads(line) for line in lines] == calls
+    assert [record["tenfold_step"] for record in run.records()] == [*range(10, 101, 10)]
     # The console of a brief run: the plan once, and nothing of what only a log needs.
     assert run.output().count("beside the uniform schedule:\n") == 1
     for rank in range(2):

@@ -33,10 +33,6 @@ def degrees(**values: int) -> tuple[str, ...]:
     return tuple(f"--parallelism.{names[key]}_degree={value}" for key, value in values.items())
 
 
-def model(name: str, flavor: str) -> tuple[str, ...]:
-    return (f"--model.name={name}", f"--model.flavor={flavor}")
-
-
 def seed_checkpoint(titan: Server, folder: Path, *options: str) -> tuple[str, ...]:
     """Options that start from the weights of one process, whatever the layout."""
     titan.run(
@@ -185,7 +181,7 @@ def test_a_stage_without_matrices_resumes(titan: Server, tmp_path: Path) -> None
 
 def test_experts(titan: Server, tmp_path: Path) -> None:
     """A mixture of experts under FSDP2, and with expert parallelism beside it."""
-    options = (*model("deepseek_v3", "cut"), *SHORT)
+    options = ("--model.name=deepseek_v3", "--model.flavor=cut", *SHORT)
     seed = seed_checkpoint(titan, tmp_path / "seed", *options)
     # Under the default of PyTorch 2.14 on, `spmd_types`, gloo refuses to exchange tokens.
     ep = (*degrees(ep=2), "--parallelism.spmd_backend=partial_dtensor")

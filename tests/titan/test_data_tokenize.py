@@ -15,6 +15,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 
 from tests.titan.data_corpus import END, bpe_folder, write_jsonl, write_packed
@@ -46,20 +47,14 @@ def bytes_of(output: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in output.iterdir() if path.is_file()}
 
 
-def write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    pq.write_table(pa.Table.from_pylist(rows), path)
-
-
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
     """Ten documents in files of all kinds, and every kind of bad row."""
     folder = tmp_path / "lang=en"
     folder.mkdir()
     rows = [{"text": f"text {i} é", "score": -i, "other": i} for i in range(8)]
-    write_parquet(folder / "a.parquet", [*rows[:3], {"text": None, "score": 1, "other": 2}])
+    table = pyarrow.Table.from_pylist([*rows[:3], {"text": None, "score": 1, "other": 2}])
+    pyarrow.parquet.write_table(table, folder / "a.parquet")
     bad = [{"text": ""}, {"text": " \n"}, {"text": 3}, {"other": 1}, {"text": "x"}, [1], 7]
     write_jsonl(folder / "b.jsonl", [*rows[3:5], *bad])
     with (folder / "b.jsonl").open("ab") as file:
@@ -173,17 +168,13 @@ def test_slurm_gets_the_tasks_and_the_programs_of_this_environment(tmp_path: Pat
     assert str(Path(sys.executable).parent) in given["env_command"]
 
 
-def write_index(path: Path, ends: list[int]) -> None:
-    np.array(ends, "<u8").tofile(path)
-
-
 @pytest.mark.parametrize(
     "damage",
     [
         lambda shard: shard.unlink(),
         lambda shard: shard.write_bytes(shard.read_bytes()[:-2]),
         lambda shard: shard.with_name(f"{shard.name}.index").unlink(),
-        lambda shard: write_index(shard.with_name(f"{shard.name}.index"), [5, 5, 14]),
+        lambda shard: np.array([5, 5, 14]).tofile(shard.with_name(f"{shard.name}.index")),
         lambda shard: shard.with_name(f"{shard.name}.scores").write_bytes(b"12345678"),
         lambda shard: shard.write_bytes(b"\xff" * shard.stat().st_size),
     ],

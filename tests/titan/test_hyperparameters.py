@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torchtitan.components.optimizer import LRSchedulersContainer
 
 from amo_dist import AMOConfig
+from tests.titan.test_optimizers import model
 from torchtitan_ext.plugin import hyperparameters
 from torchtitan_ext.plugin.optimizers import MuonSection, OptimizersContainer
 
@@ -29,11 +29,7 @@ class Run:
         values = {"implementation": "foreach", "amo": section, **OLD, **fields}
         config = OptimizersContainer.Config(name=name, **values)
         schedule = LRSchedulersContainer.Config(warmup_steps=4)
-        torch.manual_seed(0)
-        self.model = nn.Module()
-        self.model.layers = nn.ModuleDict({"0": nn.Module()})
-        self.model.layers["0"].attention = nn.Module()
-        self.model.layers["0"].attention.wq = nn.Linear(6, 4)
+        self.model = model()
         self.optimizers: Any = config.build(model_parts=[self.model])
         self.schedulers: Any = schedule.build(optimizers=self.optimizers, training_steps=9)
         for _ in range(steps):

@@ -35,6 +35,20 @@ def test_first_weights_are_those_of_earlier_runs() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama3", "qwen3"])
+def test_first_weights_are_the_papers(name: str) -> None:
+    model = build(name, "tiny")
+    start(model)
+    for key, parameter in model.named_parameters():
+        if "norm" in key:
+            assert torch.equal(parameter, torch.ones_like(parameter)), key
+            continue
+        count = parameter.numel()
+        # Six standard errors: of the mean, 0.02 / sqrt(n); of the deviation, 0.02 / sqrt(2 n).
+        assert abs(parameter.mean().item()) < 6 * 0.02 / count**0.5, key
+        assert parameter.std().item() == pytest.approx(0.02, abs=6 * 0.02 / (2 * count) ** 0.5)
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen3"])
 def test_a_fused_projection_starts_as_three(name: str) -> None:
     apart, fused = build(name, "tiny"), build(name, "tiny", fuse_qkv=True)
     expected, found = start(apart), start(fused)

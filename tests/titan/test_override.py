@@ -55,6 +55,7 @@ def test_one_option_brings_optimizer_metrics_and_checkpoints() -> None:
 
 def test_groups_of_the_config_stay() -> None:
     config = registry_of_qwen3.qwen3_debugmodel_moe_param_groups()
+    groups = config.optimizer.param_groups
     config.parallelism.spmd_backend = machine.spmd_backend()
     section = applied(config, "torchtitan_ext.override.amo").optimizer
     rates = section.lr_multipliers
@@ -64,13 +65,9 @@ def test_groups_of_the_config_stay() -> None:
 
     names = ["layers.0.moe.router.gate.weight", "layers.0.attention.wo.weight"]
     for name in names:
-        group = next(g for g in config_groups() if re.search(g.pattern, name))
+        group = next(g for g in groups if re.search(g.pattern, name))
         assert rate(name) == pytest.approx(group.optimizer_kwargs["lr"])
     assert rate(names[0]) < rate(names[1])
-
-
-def config_groups() -> Any:
-    return registry_of_qwen3.qwen3_debugmodel_moe_param_groups().optimizer.param_groups
 
 
 def test_groups_that_cannot_stay_are_an_error() -> None:
