@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import warnings
 from collections.abc import Iterator
@@ -10,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 import torch.distributed.checkpoint as dcp
+import transformers
 
 from torchtitan_ext import CheckpointWriter
 from torchtitan_ext.config import settings
@@ -19,10 +20,6 @@ from torchtitan_ext.data.tokenizers import ByteTokenizer
 from torchtitan_ext.plugin import models
 from torchtitan_ext.runs.run_files import RunFiles
 from torchtitan_ext.tools import export
-
-needs_transformers = pytest.mark.skipif(
-    importlib.util.find_spec("transformers") is None, reason="needs transformers (extra `eval`)"
-)
 
 
 @pytest.fixture(autouse=True)
@@ -70,12 +67,9 @@ def logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@needs_transformers
 @pytest.mark.parametrize("fuse_qkv", [False, True])
 @pytest.mark.parametrize("name", ["llama3", "qwen3"])
 def test_logits_survive_the_export(tmp_path: Path, name: str, fuse_qkv: bool) -> None:
-    import transformers
-
     model = tiny_model(name, fuse_qkv=fuse_qkv)
     checkpoint = save(model, tmp_path, name)
     export.export(checkpoint, tmp_path / "hf", export.find_source(checkpoint))
@@ -96,12 +90,8 @@ def test_logits_survive_the_export(tmp_path: Path, name: str, fuse_qkv: bool) ->
 
 
 @pytest.mark.slow
-@needs_transformers
 @pytest.mark.parametrize("is_file", [False, True])
 def test_the_tokenizer_is_the_one_of_the_run(tmp_path: Path, is_file: bool) -> None:
-    import tokenizers
-    import transformers
-
     words = tokenizers.models.WordLevel({"a": 0, "b": 1, "z": 2}, unk_token="a")
     folder = tmp_path / "tokenizer"
     transformers.PreTrainedTokenizerFast(
@@ -123,7 +113,6 @@ def test_the_tokenizer_is_the_one_of_the_run(tmp_path: Path, is_file: bool) -> N
         assert json.loads((output / "config.json").read_text())["eos_token_id"] == eos_id
 
 
-@needs_transformers
 def test_byte_tokenizers_agree() -> None:
     ours, theirs = ByteTokenizer(), export.byte_tokenizer()
     for text in ("", " leading, double  spaces\n\n\ttabs ", "naïve 北京 🙂", "a<|eos|>b"):
@@ -133,7 +122,6 @@ def test_byte_tokenizers_agree() -> None:
     assert theirs.eos_token_id == ours.eos_id
 
 
-@needs_transformers
 def test_what_cannot_be_exported_is_named_and_nothing_is_written(tmp_path: Path) -> None:
     checkpoint, output = save(tiny_model("llama3"), tmp_path, "llama3"), tmp_path / "hf"
     source = export.find_source(checkpoint)

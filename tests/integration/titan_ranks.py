@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.examples import ROOT, assert_same
+from tests.integration.processes import CPU
 from torchtitan_ext.runs.run_files import complete_steps, read_metrics
 
 CONFIG = str(ROOT / "configs" / "debug_llama3.toml")
@@ -71,16 +72,9 @@ class Server:
     """The process that forks ranks; started at the first run."""
 
     def __init__(self) -> None:
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "AMO_DEVICE": "cpu",
-            "PYTHONPATH": str(ROOT),
-            "GLOO_SOCKET_IFNAME": "lo",
-        }
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.integration.titan_ranks"],
-            env=environment,
+            env={**CPU, "GLOO_SOCKET_IFNAME": "lo"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

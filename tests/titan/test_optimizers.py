@@ -1,4 +1,4 @@
-"""The optimizers container: names, flat state, refusals, hooks."""
+"""The optimizers container: names, groups, refusals."""
 
 from __future__ import annotations
 
@@ -79,21 +79,6 @@ def weights(container: Any) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("name", ["AMO", "Muon"])
-def test_the_state_is_flat_and_by_name(name: str) -> None:
-    container = build([model()], config(name))
-    train(container, 1)
-    flat = container.state_dict()
-    wq, norm = "layers.0.attention.wq.weight", "layers.1.norm.weight"
-    own = container.optimizer.state[container.model_parts[0].get_parameter(wq)]
-    assert torch.equal(flat[f"state.{wq}.momentum_buffer"], own["momentum_buffer"])
-    assert flat[f"param_groups.{wq}.algorithm"] == "muon"
-    assert flat[f"param_groups.{norm}.algorithm"] == "adamw"
-    assert isinstance(flat[f"param_groups.{wq}.control"], str)
-    plain = (torch.Tensor, int, float, str, tuple, type(None))
-    assert all(isinstance(value, plain) for value in flat.values())
-
-
 @pytest.mark.parametrize("name", ["AMO", "AdamW"])
 def test_parts_of_a_model_share_one_optimizer(name: str) -> None:
     whole, split = (build(some, config(name)) for some in ([model()], parts(model())))
@@ -165,15 +150,6 @@ def test_groups_have_their_rates_and_decays(name: str) -> None:
         factor = 1.0 if "wq" not in key else 0.5 if "layers.1" in key else 2.0
         assert group["lr"] * group.get("lr_multiplier", 1.0) == pytest.approx(1e-2 * factor)
         assert group["weight_decay"] == (0.0 if "norm" in key else 0.1)
-
-
-@pytest.mark.parametrize("name", ["Muon", "AdamW"])
-def test_one_flag_spares_norms_biases_and_embeddings_the_decay(name: str) -> None:
-    container = build([model()], config(name, no_decay=True))
-    groups = groups_by_name(container)
-    assert {key for key, group in groups.items() if group["weight_decay"]} == {
-        f"layers.{layer}.attention.wq.weight" for layer in range(2)
-    }
 
 
 def test_unknown_names_get_their_types() -> None:

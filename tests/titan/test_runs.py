@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 from pathlib import Path
@@ -12,12 +11,13 @@ from typing import Any
 import pytest
 
 from torchtitan_ext.runs.records import read_records
-from torchtitan_ext.runs.run_files import RunFiles, find_checkpoint, lock, require_unlocked
-
-CONFIG: dict[str, Any] = {
-    "optimizer": {"lr": 0.1, "betas": (0.9, 0.95)},
-    "metrics": {"log_freq": 1},
-}
+from torchtitan_ext.runs.run_files import (
+    RunFiles,
+    find_checkpoint,
+    lock,
+    read_config,
+    require_unlocked,
+)
 
 
 def test_a_resumed_run_drops_what_lies_beyond_its_checkpoint(
@@ -79,9 +79,9 @@ def test_a_folder_that_cannot_be_locked_is_named(tmp_path: Path) -> None:
 def test_a_run_leaves_the_config_of_its_latest_start(tmp_path: Path) -> None:
     files = RunFiles(tmp_path)
     assert not (tmp_path / "run.json").exists()  # a start that fails before its first step
-    files.start(1, CONFIG)
-    files.start(7, {**CONFIG, "optimizer": {"lr": 0.2}})
-    assert json.loads((tmp_path / "run.json").read_text())["optimizer"] == {"lr": 0.2}
+    files.start(1, {"optimizer": {"lr": 0.1}})
+    files.start(7, {"optimizer": {"lr": 0.2}})
+    assert read_config(tmp_path) == {"optimizer": {"lr": 0.2}}
 
 
 def test_the_newest_complete_checkpoint_of_a_run_is_found(tmp_path: Path) -> None:
