@@ -164,14 +164,6 @@ def test_a_mixture_reads_its_folders_by_their_weights(tmp_path: Path) -> None:
     assert batches == global_batches(loaders(where, 4), CYCLE // 4)
 
 
-def test_the_standard_library_is_a_corpus(tmp_path: Path) -> None:
-    one = build(packed("", "stdlib"), batch=1, seq_len=2000)
-    text = ByteTokenizer().decode(next(iter(one))[0]["input"][0].tolist())
-    assert " = " in text
-    other = build(packed("", "stdlib"), seq_len=2000)
-    assert one.state_dict()["source"] == other.state_dict()["source"]
-
-
 def test_a_position_in_other_data_is_refused(corpus: Path, tmp_path: Path) -> None:
     (one,) = loaders(corpus, 1)
     other_text = [["b" * len(text) for text in TEXTS[:-1]] + ["c"]]

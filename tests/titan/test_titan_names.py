@@ -13,8 +13,6 @@ import pytest
 import torch
 from torch import nn
 
-pytest.importorskip("torchtitan")
-
 from amo_dist.operators.views import MatrixView, in_heads
 from torchtitan_ext.plugin import models
 from torchtitan_ext.plugin.optimizers import MuonSection, OptimizersContainer, groups_of
