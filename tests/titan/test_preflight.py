@@ -42,9 +42,10 @@ def test_a_mistake_hides_nothing_that_is_known(capsys: pytest.CaptureFixture[str
     file = str(CONFIGS / "debug_llama3.toml")
     options = ["--training.seq_len=0", "--tokenizer.kind=hf", "--hf_assets_path=gone"]
     assert main(["preflight", file, "--world=2", "--json", *options]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert "layers.*.attention.qkv_linear.wq.weight" in [row["name"] for row in found["parameters"]]
-    fields = [line.partition(":")[0] for line in found["errors"]]
+    printed = json.loads(capsys.readouterr().out)
+    names = [row["name"] for row in printed["parameters"]]
+    assert "layers.*.attention.qkv_linear.wq.weight" in names
+    fields = [line.partition(":")[0] for line in printed["errors"]]
     assert fields == ["training.seq_len", "hf_assets_path"]
 
 
