@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import warnings
 from collections.abc import Iterator
@@ -10,16 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 import torch.distributed.checkpoint as dcp
+import transformers
 
-from torchtitan_ext.data.tokenizers import ByteTokenizer, Tokenizer
+from torchtitan_ext import CheckpointWriter
+from torchtitan_ext.config import settings
+from torchtitan_ext.data.tokenizers import ByteTokenizer
 from torchtitan_ext.plugin import models
+from torchtitan_ext.runs.run_files import RunFiles
 from torchtitan_ext.tools import export
-
-needs_transformers = pytest.mark.skipif(
-    importlib.util.find_spec("transformers") is None, reason="needs transformers (extra `eval`)"
-)
 
 
 @pytest.fixture(autouse=True)
@@ -46,10 +46,10 @@ def tiny_model(name: str, *, fuse_qkv: bool = False) -> Any:
 
 
 def save(model: Any, folder: Path, name: str, assets: str = "", **tokenizer: str) -> Path:
-    """A checkpoint in a run's folder, among other state, as torchtitan leaves it."""
+    """A checkpoint in a run's folder, among other state, as a run leaves it."""
     checkpoint = folder / "checkpoint" / "step-7"
     state = {**model.state_dict(), "train_state": {"step": torch.tensor(7)}}
-    dcp.save(state, checkpoint_id=str(checkpoint), no_dist=True)
+    dcp.save(state, storage_writer=CheckpointWriter(checkpoint), no_dist=True)
     config = {
         "hf_assets_path": assets,
         "model": {"name": name, "flavor": "tiny"},
@@ -67,12 +67,9 @@ def logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@needs_transformers
 @pytest.mark.parametrize("fuse_qkv", [False, True])
 @pytest.mark.parametrize("name", ["llama3", "qwen3"])
 def test_logits_survive_the_export(tmp_path: Path, name: str, fuse_qkv: bool) -> None:
-    import transformers
-
     model = tiny_model(name, fuse_qkv=fuse_qkv)
     checkpoint = save(model, tmp_path, name)
     export.export(checkpoint, tmp_path / "hf", export.find_source(checkpoint))
@@ -93,12 +90,8 @@ def test_logits_survive_the_export(tmp_path: Path, name: str, fuse_qkv: bool) ->
 
 
 @pytest.mark.slow
-@needs_transformers
 @pytest.mark.parametrize("is_file", [False, True])
 def test_the_tokenizer_is_the_one_of_the_run(tmp_path: Path, is_file: bool) -> None:
-    import tokenizers
-    import transformers
-
     words = tokenizers.models.WordLevel({"a": 0, "b": 1, "z": 2}, unk_token="a")
     folder = tmp_path / "tokenizer"
     transformers.PreTrainedTokenizerFast(
@@ -120,32 +113,32 @@ def test_the_tokenizer_is_the_one_of_the_run(tmp_path: Path, is_file: bool) -> N
         assert json.loads((output / "config.json").read_text())["eos_token_id"] == eos_id
 
 
-@needs_transformers
-@pytest.mark.parametrize(
-    "text", ["", "plain text", " leading, double  spaces\n\n\ttabs ", "naïve 北京 🙂", "a<|eos|>b"]
-)
-def test_byte_tokenizers_agree(text: str) -> None:
+def test_byte_tokenizers_agree() -> None:
     ours, theirs = ByteTokenizer(), export.byte_tokenizer()
-    tokens = theirs.encode(text, add_special_tokens=False)
-    assert tokens == ours.encode(text)
-    assert theirs.decode(tokens) == text
+    for text in ("", " leading, double  spaces\n\n\ttabs ", "naïve 北京 🙂", "a<|eos|>b"):
+        tokens = theirs.encode(text, add_special_tokens=False)
+        assert tokens == ours.encode(text)
+        assert theirs.decode(tokens) == text
     assert theirs.eos_token_id == ours.eos_id
 
 
-@needs_transformers
-@pytest.mark.parametrize(
-    ("change", "field"),
-    [
-        ({"flavor": "huge"}, "model.flavor"),
-        ({"name": "qwen3"}, "layers.0.attention.k_norm"),
-        ({"flavor": "quickstart"}, "[Mm]issing key|Size mismatch"),
-        ({"kind": "hf"}, "nowhere"),
-    ],
-)
-def test_unfit_checkpoints_are_named(tmp_path: Path, change: dict[str, str], field: str) -> None:
-    checkpoint = save(tiny_model("llama3"), tmp_path, "llama3")
-    fields: Any = {"name": "llama3", "flavor": "tiny", "kind": "byte", **change}
-    tokenizer = Tokenizer.Config(kind=fields.pop("kind"), path="nowhere")
-    source = export.Source(models.Model(**fields), tokenizer, "AMO")
-    with pytest.raises(ValueError, match=field):
-        export.export(checkpoint, tmp_path / "hf", source)
+def test_what_cannot_be_exported_is_named_and_nothing_is_written(tmp_path: Path) -> None:
+    checkpoint, output = save(tiny_model("llama3"), tmp_path, "llama3"), tmp_path / "hf"
+    source = export.find_source(checkpoint)
+    other = source._replace(model=models.Model(name="qwen3", flavor="tiny"))
+    with pytest.raises(ValueError, match=r"layers\.0\.attention\.k_norm"):
+        export.export(checkpoint, output, other)
+    (data,) = checkpoint.glob("*.distcp")
+    data.write_bytes(b"\x80\x04" + bytes(data.stat().st_size - 2))
+    with pytest.raises(ValueError, match=f"checkpoint {checkpoint}"):
+        export.export(checkpoint, output, source)
+    assert not output.exists()
+    with pytest.raises(ValueError, match="--output"):
+        export.export(checkpoint, tmp_path, source)  # which holds files of others
+
+
+def test_the_model_of_a_run_reaches_the_export(tmp_path: Path) -> None:
+    config = settings.parse(["--model.name=qwen3", "--model.flavor=tiny", "--tokenizer.kind=byte"])
+    RunFiles(tmp_path).start(1, {**config.to_dict()})
+    source = export.find_source(tmp_path / "checkpoint" / "step-1")
+    assert source == export.Source(config.model, config.tokenizer, "AdamW")

@@ -77,7 +77,7 @@ def test_groups_figures_and_losses_are_those_of_the_page(undisturbed: dict[str, 
     assert losses[0] == losses[1]
     assert losses[0][STEPS] < losses[0][1] - 1.0
     for run in undisturbed.values():
-        state = run.state(STEPS)
+        state = run.state(STEPS)["optimizer"]
         for name, values in expected.items():
             assert options_of(name, state) == pytest.approx(values)
         record = run.records()[-1]

@@ -55,7 +55,7 @@ def checkout(tmp_path: Path) -> Path:
 def test_a_stock_config_trains_on_cpus_stops_and_goes_on(checkout: Path) -> None:
     words, run = printed("--config llama3.llama3_debugmodel"), Run(checkout / "outputs", 2)
     command = start(words, checkout)
-    command.wait_until(run.losses)
+    command.wait_until(lambda: 2 in run.losses())  # before the end of a step nothing is saved
     command.stop(signal.SIGTERM, 1)  # torchrun passes it on; success would be a finished run
     (stopped,) = run.complete()
     assert stopped == max(run.losses()) < 10, command.output()[-4000:]
@@ -133,11 +133,6 @@ def test_one_option_turns_amo_on_in_a_large_config() -> None:
     words = printed("--config llama3_8b")
     options = words[words.index("torchtitan.train") + 1 :]
     if machine.IS_OLD:  # the page names this option
-        config = ConfigManager().parse_args(options)
-        with pytest.raises(
-            ValueError, match=r"expected --parallelism\.spmd_backend partial_dtensor"
-        ):
-            apply_overrides(config.override, config)
         options += ["--parallelism.spmd_backend", "partial_dtensor"]
     config = ConfigManager().parse_args(options)
     apply_overrides(config.override, config)

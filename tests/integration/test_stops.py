@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from pathlib import Path
@@ -11,7 +10,6 @@ import pytest
 
 from tests.integration.processes import TRAIN, Command
 from tests.integration.titan_ranks import CONFIG, Run
-from torchtitan_ext.runs.run_files import complete_steps
 
 pytestmark = pytest.mark.slow
 
@@ -22,23 +20,22 @@ def start(folder: Path, *options: str) -> tuple[Command, Run]:
     return Command([*words, "--metrics.log_freq=1", *options], folder), run
 
 
-@pytest.mark.parametrize(("ranks", "number"), [(2, signal.SIGTERM), (1, signal.SIGINT)])
-def test_a_stop_before_the_first_step_ends_at_once_and_says_go_on(
-    tmp_path: Path, ranks: int, number: signal.Signals
+@pytest.mark.parametrize(
+    ("options", "file", "status", "text"),
+    [
+        # The lock is written while the trainer is built.
+        (("--ranks=2", "--checkpoint.enable"), "lock", 75, "Stopped; the same command goes on."),
+        (("--ranks=1",), "metrics.jsonl", 143, "which is not saved: checkpoints are off"),
+    ],
+)
+def test_a_stop_that_saves_nothing(
+    tmp_path: Path, options: tuple[str, ...], file: str, status: int, text: str
 ) -> None:
-    command, run = start(tmp_path, f"--ranks={ranks}", "--checkpoint.enable")
-    command.wait_until((run.folder / "lock").exists)  # written while the trainer is built
-    output = command.stop(number, 75)
-    assert complete_steps(run.folder / "checkpoint") == []
-    assert "Stopped; the same command goes on." in output
-
-
-def test_a_stop_without_checkpoints_is_no_invitation_to_go_on(tmp_path: Path) -> None:
-    command, run = start(tmp_path, "--ranks=1")
-    command.wait_until((run.folder / "metrics.jsonl").exists)
-    time.sleep(2)
-    output = command.stop(signal.SIGTERM, 143)
-    assert "which is not saved: checkpoints are off" in output
+    command, run = start(tmp_path, *options)
+    command.wait_until((run.folder / file).exists)
+    time.sleep(2 if status == 143 else 0)
+    assert text in command.stop(signal.SIGTERM, status)
+    assert run.complete() == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
@@ -57,15 +54,3 @@ def test_no_rank_outlives_the_command(tmp_path: Path, number: signal.Signals) ->
             break
         time.sleep(0.05)
     assert not Path(f"/proc/{rank}").exists()
-
-
-def test_a_stop_of_a_rank_of_plain_torchrun_is_saved_and_no_success(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", 2)
-    words = ["torchrun", "--nproc-per-node=2", "-m", "torchtitan_ext.train"]
-    words += [f"--job.config_file={CONFIG}", f"--dump_folder={run.folder}"]
-    words += ["--training.steps=4000", "--checkpoint.enable", "--metrics.log_freq=1"]
-    command = Command(words, tmp_path)
-    command.wait_until(run.losses)
-    os.kill(run.first_rank(), signal.SIGTERM)
-    command.end(1)
-    assert complete_steps(run.folder / "checkpoint")

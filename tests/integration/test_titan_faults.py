@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 import signal
 from pathlib import Path
@@ -10,11 +11,14 @@ from pathlib import Path
 import pytest
 
 from tests.integration.titan_ranks import Job, Run, Server, assert_same_end
+from tests.titan.test_checkpoints import flip
+from torchtitan_ext.tools.report.data import load
 
 NUM_STEPS = 10
 OPTIONS = (
     *("--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.keep_latest_k=0"),
     "--checkpoint.no-last_save_model_only",
+    "--metrics.callbacks=tests.integration.own_callbacks.Recorder",
 )
 STOP = "--checkpoint.damaged=error"
 ASYNC = "--checkpoint.async_mode=async"
@@ -25,6 +29,19 @@ def reference(titan: Server, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A run that nothing happened to."""
     run = titan.run(Job(2, str(tmp_path_factory.mktemp("reference")), OPTIONS))
     assert run.complete() == [2, 4, 6, 8, 10]
+    calls = []
+    for step in range(1, NUM_STEPS + 1):
+        methods = ["before_step", *["on_plan"] * (step == 4), "after_step", "log_metrics"]
+        calls += [[method, step] for method in (*methods, *["on_save"] * (step % 2 == 0))]
+    for rank in range(2):
+        lines = (run.folder / f"calls{rank}.jsonl").read_text().splitlines()
+        assert [json.loads(line) for line in lines] == calls
+    assert [record["tenfold_step"] for record in run.records()] == [*range(10, 101, 10)]
+    # The console of a brief run: the plan once, and nothing of what only a log needs.
+    assert run.output().count("beside the uniform schedule:\n") == 1
+    for rank in range(2):
+        assert "device mesh" in (run.folder / f"log_rank{rank}.txt").read_text()
+    assert "device mesh" not in run.output()
     return run
 
 
@@ -51,16 +68,15 @@ def test_a_checkpoint_cut_short_or_damaged_is_gone_past(
     assert run.complete() == [2, 4]
     assert list((tmp_path / "checkpoint" / "step-6").iterdir())
     newest = tmp_path / "checkpoint" / "step-4"
-    shard = newest / "__1_0.distcp"
-    data = bytearray(shard.read_bytes())
-    data[len(data) // 2] ^= 1
-    shard.write_bytes(data)
+    flip(newest / "__1_0.distcp")
     stops = dataclasses.replace(job, arguments=(*job.arguments, STOP))
     assert titan.wait(titan.start(stops), timeout=60) == [2, 2]
     run = titan.run(job)
     assert f"{newest} is damaged: __1_0.distcp has other bytes than were written" in run.output()
     assert f"training resumes at step 3 of {NUM_STEPS}\n" in run.output()
     assert_same_end(run, reference, NUM_STEPS)
+    spans = load(run.folder).spans("phase")
+    assert spans == [("observation", 1, 4), ("transition", 5, 7), ("locked", 8, NUM_STEPS)]
 
 
 @pytest.mark.slow
@@ -68,7 +84,8 @@ def test_a_full_disk_is_told_and_costs_only_the_steps_since(
     titan: Server, reference: Run, tmp_path: Path
 ) -> None:
     job = Job(2, str(tmp_path), (*OPTIONS, ASYNC))
-    exits = titan.wait(titan.start(dataclasses.replace(job, disk_full_at=6)), timeout=60)
+    fails = dataclasses.replace(job, die_at=(1, 6, "disk_full"))
+    exits = titan.wait(titan.start(fails), timeout=60)
     assert exits == [1, 1]
     run = Run(tmp_path, 2)
     for rank in range(2):

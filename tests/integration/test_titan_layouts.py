@@ -15,11 +15,6 @@ pytestmark = pytest.mark.slow
 NUM_ELEMENTS = (
     53760  # of all matrices of the tiny llama: 2 layers of 2304, 768, 768, 2304, 3 * 6912
 )
-SHORT = (
-    *("--training.steps=6", "--optimizer.amo.observe_every=1", "--optimizer.amo.observe_until=2"),
-    "--optimizer.amo.transition_steps=2",
-)
-"""For models whose steps are slow: observe until step 2, locked from step 4 on."""
 
 
 def degrees(**values: int) -> tuple[str, ...]:
@@ -31,10 +26,6 @@ def degrees(**values: int) -> tuple[str, ...]:
         "ep": "expert_parallel",
     }
     return tuple(f"--parallelism.{names[key]}_degree={value}" for key, value in values.items())
-
-
-def model(name: str, flavor: str) -> tuple[str, ...]:
-    return (f"--model.name={name}", f"--model.flavor={flavor}")
 
 
 def seed_checkpoint(titan: Server, folder: Path, *options: str) -> tuple[str, ...]:
@@ -185,7 +176,10 @@ def test_a_stage_without_matrices_resumes(titan: Server, tmp_path: Path) -> None
 
 def test_experts(titan: Server, tmp_path: Path) -> None:
     """A mixture of experts under FSDP2, and with expert parallelism beside it."""
-    options = (*model("deepseek_v3", "cut"), *SHORT)
+    options = ("--model.name=deepseek_v3", "--model.flavor=cut", "--training.steps=6")
+    # Its steps are slow: observe until step 2, locked from step 4 on.
+    amo = {"observe_every": 1, "observe_until": 2, "transition_steps": 2}
+    options += tuple(f"--optimizer.amo.{name}={value}" for name, value in amo.items())
     seed = seed_checkpoint(titan, tmp_path / "seed", *options)
     # Under the default of PyTorch 2.14 on, `spmd_types`, gloo refuses to exchange tokens.
     ep = (*degrees(ep=2), "--parallelism.spmd_backend=partial_dtensor")

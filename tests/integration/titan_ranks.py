@@ -7,22 +7,23 @@ once, and then answers one JSON object a line. Ranks meet through a file, withou
 from __future__ import annotations
 
 import dataclasses
+import errno
 import functools
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import types
 import warnings
 from pathlib import Path
 from typing import Any
 
-from torchtitan_ext.runs.run_files import read_metrics
-
-ROOT = Path(__file__).parents[2]
+from tests.examples import ROOT, assert_same
+from tests.integration.processes import CPU
+from torchtitan_ext.runs.run_files import complete_steps, read_metrics
 
 CONFIG = str(ROOT / "configs" / "debug_llama3.toml")
 OPTIONS = (
@@ -47,8 +48,10 @@ class Job:
         arguments: torchtitan's, behind :data:`OPTIONS`.
         config: The file.
         die_at: ``(rank, step, how)``: that rank sends itself the signal ``how`` after the step, or
-            is killed ``in_save`` or ``before_metadata`` of the step's checkpoint.
-        disk_full_at: Step whose checkpoint finds the disk full on rank 1.
+            is killed ``in_save`` or ``before_metadata`` of the step's checkpoint, or finds the
+            ``disk_full`` there.
+        fake_world: Ranks of a world whose first one alone is real, as torchtitan fakes it: without
+            :data:`OPTIONS`, and with models of the paper that are cut.
         stock: A function of :mod:`tests.integration.stock_configs` instead of a file: a config of
             torchtitan, started by torchtitan's entry point with these arguments alone.
     """
@@ -58,7 +61,7 @@ class Job:
     arguments: tuple[str, ...] = ()
     config: str = CONFIG
     die_at: tuple[int, int, str] | None = None
-    disk_full_at: int | None = None
+    fake_world: int = 0
     stock: str = ""
 
 
@@ -69,16 +72,9 @@ class Server:
     """The process that forks ranks; started at the first run."""
 
     def __init__(self) -> None:
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "AMO_DEVICE": "cpu",
-            "PYTHONPATH": str(ROOT),
-            "GLOO_SOCKET_IFNAME": "lo",
-        }
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.integration.titan_ranks"],
-            env=environment,
+            env={**CPU, "GLOO_SOCKET_IFNAME": "lo"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -141,7 +137,7 @@ class Run:
         return [[json.loads(line) for line in path.read_text().splitlines()] for path in paths]
 
     def state(self, step: int) -> dict[str, Any]:
-        """Everything in the checkpoint of a step: flat, whole tensors."""
+        """Everything in the checkpoint of a step, in whole tensors."""
         import torch
         from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -149,7 +145,8 @@ class Run:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a checkpoint read outside a process group
             dcp_to_torch_save(str(self.folder / "checkpoint" / f"step-{step}"), str(path))
-        return flat(torch.load(path, weights_only=False))
+        whole: dict[str, Any] = torch.load(path, weights_only=False)
+        return whole
 
     def first_rank(self) -> int:
         """Process of the rank that holds the folder."""
@@ -157,32 +154,15 @@ class Run:
 
     def complete(self) -> list[int]:
         """Steps of the complete checkpoints."""
-        found = self.folder.glob("checkpoint/step-*/.metadata")
-        return sorted(int(path.parent.name.removeprefix("step-")) for path in found)
-
-
-def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dicts as one, keys joined by slashes."""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            found.update(flat(value, f"{prefix}{key}/"))
-        else:
-            found[f"{prefix}{key}"] = value
-    return found
+        return complete_steps(self.folder / "checkpoint")
 
 
 def assert_same_end(found: Run, expected: Run, step: int) -> None:
     """Losses and the last checkpoint are alike to the last bit."""
-    import torch
-
     assert found.losses() == expected.losses()
     states = found.state(step), expected.state(step)
-    assert states[0].keys() == states[1].keys()
-    assert any(key.endswith("control") for key in states[0])
-    for key, value in states[1].items():
-        other = states[0][key]
-        assert torch.equal(other, value) if torch.is_tensor(value) else other == value, key
+    assert any(key.endswith("control") for key in states[0]["optimizer"])
+    assert_same(*states)
 
 
 # ------------------------------------------------------------------ in the server
@@ -210,17 +190,25 @@ def serve() -> None:
 
 
 def _cut_debug_models() -> None:
-    """torchtitan's debug models with fewer layers and experts, as ``cut``: width is kept."""
+    """torchtitan's debug models with fewer layers, as ``cut``: width is kept."""
     from torchtitan.models import deepseek_v3, llama3, qwen3
 
-    all_flavors: list[Any] = [
+    all_flavors: tuple[Any, ...] = (
         llama3.llama3_configs,
         qwen3.qwen3_configs,
         deepseek_v3.deepseekv3_configs,
-    ]
+    )
     for flavors in all_flavors:
         flavors["cut"] = functools.partial(_first_layers, flavors["debugmodel"])
-    all_flavors[1]["cut_moe"] = functools.partial(_few_experts, all_flavors[1]["debugmodel_moe"])
+
+
+def _cut_models_of_the_paper() -> None:
+    """One layer and few tokens, for time; width is kept."""
+    from torchtitan_ext.plugin import models
+
+    for flavors in models.FLAVORS.values():
+        for name in models.MODELS & flavors.keys():
+            flavors[name] = dataclasses.replace(flavors[name][0], layers=1), 4096
 
 
 def _first_layers(stock: Any, **options: Any) -> Any:
@@ -228,25 +216,8 @@ def _first_layers(stock: Any, **options: Any) -> Any:
     return dataclasses.replace(config, layers=config.layers[:2])
 
 
-def _few_experts(stock: Any, **options: Any) -> Any:
-    """Eight in place of 64, of two for each token, narrower."""
-    config = _first_layers(stock, **options)
-    for layer in config.layers:
-        moe, experts = layer.moe, layer.moe.routed_experts
-        moe.num_experts = moe.router.num_experts = moe.router.gate.out_features = 8
-        experts.inner_experts.num_experts = experts.token_dispatcher.num_experts = 8
-        moe.router.top_k = experts.token_dispatcher.top_k = 2
-        experts.inner_experts.hidden_dim = 96
-    return config
-
-
-_number = 0
-
-
 def _fork(job: Job) -> list[int]:
-    global _number
-    _number += 1
-    store = Path(job.folder, f"store{_number}").absolute()
+    store = Path(tempfile.mkdtemp(dir=job.folder), "store").absolute()
     processes = []
     for rank in range(job.world_size):
         process = os.fork()
@@ -293,13 +264,17 @@ def _rank(job: Job, rank: int, store: Path) -> int:
     output = os.open(folder / f"rank{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job.world_size))
-    torch.distributed.init_process_group = functools.partial(
-        torch.distributed.init_process_group,
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=job.world_size,
-    )
+    world_size = str(job.fake_world or job.world_size)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=world_size, NGPU=world_size)
+    if job.fake_world:
+        _cut_models_of_the_paper()
+    else:
+        torch.distributed.init_process_group = functools.partial(
+            torch.distributed.init_process_group,
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=job.world_size,
+        )
     # torchtitan's first rank waits two seconds at the end, for stores that live in it.
     clock = types.SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda _seconds: None)
     setattr(torchtitan.trainer, "time", clock)  # noqa: B010
@@ -321,9 +296,7 @@ def _train(job: Job, rank: int) -> int:
     own: Any = _traced(trainer.Trainer, trace, job, rank)
     setattr(trainer, "Trainer", own)  # noqa: B010
     if job.die_at is not None and job.die_at[0] == rank and job.die_at[2] in _SAVE_METHODS:
-        _die_in_save(job.die_at[1], job.die_at[2])
-    if job.disk_full_at is not None and rank == 1:
-        _fill_disk(job.disk_full_at)
+        _fail_in_save(job.die_at[1], job.die_at[2])
     if job.stock:
         from torchtitan.train import main
 
@@ -331,18 +304,20 @@ def _train(job: Job, rank: int) -> int:
         sys.argv += [f"--dump_folder={folder}", *job.arguments]
         main()
         return 0
-    options = [f"--job.config_file={job.config}", *OPTIONS, f"--dump_folder={folder}"]
-    return train.main([*options, *job.arguments])
+    options = () if job.fake_world else OPTIONS
+    where = (f"--job.config_file={job.config}", f"--dump_folder={folder}")
+    return train.main([*where, *options, *job.arguments])
 
 
 def _traced(trainer_class: Any, path: Path, job: Job, rank: int) -> Any:
     """A trainer that writes down each step of its optimizer."""
+    from amo_dist import Muon
 
     class Traced(trainer_class):  # type: ignore[misc]
         def __init__(self, config: Any) -> None:
             super().__init__(config)
             path.unlink(missing_ok=True)
-            if hasattr(self.optimizers, "optimizer"):
+            if isinstance(self.optimizers.optimizer, Muon):
                 self.optimizers.register_step_post_hook(lambda *_: self._trace())
 
         def _trace(self) -> None:
@@ -373,44 +348,25 @@ def _traced(trainer_class: Any, path: Path, job: Job, rank: int) -> Any:
     return Traced
 
 
-_SAVE_METHODS = {"in_save": "write_data", "before_metadata": "finish"}
+_SAVE_METHODS = {"in_save": "write_data", "before_metadata": "finish", "disk_full": "write_data"}
 
 
-def _die_in_save(step: int, point: str) -> None:
+def _fail_in_save(step: int, how: str) -> None:
     from torch.distributed.checkpoint import filesystem
 
-    method = _SAVE_METHODS[point]
+    method = _SAVE_METHODS[how]
     stock = getattr(filesystem.FileSystemWriter, method)
 
-    def die(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if str(self.path).endswith(f"step-{step}"):
-            if point == "in_save":
-                stock(self, *args, **kwargs)
-            os.kill(os.getpid(), signal.SIGKILL)
-        return stock(self, *args, **kwargs)
-
-    setattr(filesystem.FileSystemWriter, method, die)
-
-
-def _fill_disk(step: int) -> None:
-    """Let no file grow while the checkpoint of ``step`` is written: the kernel's own refusal."""
-    from torch.distributed.checkpoint import filesystem
-
-    writer: Any = filesystem.FileSystemWriter
-    stock = writer.write_data
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-
-    def write(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def fail(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not str(self.path).endswith(f"step-{step}"):
             return stock(self, *args, **kwargs)
-        before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
-        try:
-            return stock(self, *args, **kwargs)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        if how == "in_save":
+            stock(self, *args, **kwargs)
+        if how != "disk_full":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    writer.write_data = write
+    setattr(filesystem.FileSystemWriter, method, fail)
 
 
 if __name__ == "__main__":

@@ -74,6 +74,7 @@ def bpe_folder() -> Path:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from tokenizers.processors import TemplateProcessing
     from tokenizers.trainers import BpeTrainer
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     tokenizer = Tokenizer(models.BPE(ignore_merges=True))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -91,11 +92,7 @@ def bpe_folder() -> Path:
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"eos_token": END, "bos_token": END}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    # Printable Latin-1 is itself in the alphabet, and the other bytes count from U+0100 on.
-    others = [byte for byte in range(256) if chr(byte) not in alphabet]
-    byte_of = {chr(byte): byte for byte in range(256)} | {
-        chr(256 + place): byte for place, byte in enumerate(others)
-    }
+    byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
     with (folder / "bpe.tiktoken").open("wb") as file:
         for text, rank in vocabulary:
             token = base64.b64encode(bytes(byte_of[character] for character in text))

@@ -21,7 +21,6 @@ from torchtitan_ext.plugin import checkpoints
 from torchtitan_ext.plugin.optimizers import OptimizersContainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:To get the last learning rate:UserWarning")
-MODES = checkpoints.titan.AsyncMode
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -101,12 +100,16 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def flip(folder: Path, *steps: int) -> None:
+def flip(shard: Path) -> None:
+    """Change a bit in the middle of a file."""
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+
+
+def damage(folder: Path, *steps: int) -> None:
     for step in steps:
-        shard = folder / "checkpoint" / f"step-{step}" / "__0_0.distcp"
-        data = bytearray(shard.read_bytes())
-        data[len(data) // 2] ^= 1
-        shard.write_bytes(data)
+        flip(folder / "checkpoint" / f"step-{step}" / "__0_0.distcp")
 
 
 @pytest.mark.parametrize(
@@ -148,7 +151,7 @@ def test_the_newest_complete_checkpoint_goes_before_initial_weights(
 def test_a_damaged_checkpoint_is_named_and_skipped(
     saved: Path, caplog: pytest.LogCaptureFixture, steps: tuple[int, ...], loaded: int
 ) -> None:
-    flip(saved, *steps)
+    damage(saved, *steps)
     with opened(saved) as run:
         assert run.load() == loaded
     lines = [one.getMessage() for one in caplog.records if "is damaged" in one.getMessage()]
@@ -158,7 +161,7 @@ def test_a_damaged_checkpoint_is_named_and_skipped(
 
 
 def test_a_run_may_stop_at_damage_and_never_starts_anew_for_it(saved: Path) -> None:
-    flip(saved, 10)
+    damage(saved, 10)
     with opened(saved, verify=False) as run:
         assert run.manager._agree_on_latest_step() == 10
     with (
@@ -166,7 +169,7 @@ def test_a_run_may_stop_at_damage_and_never_starts_anew_for_it(saved: Path) -> N
         pytest.raises(ValueError, match=r"step-10 is damaged: .*; checkpoint\.damaged = 'skip'"),
     ):
         run.load()
-    flip(saved, 2, 4, 6)
+    damage(saved, 2, 4, 6)
     with (
         opened(saved) as run,
         pytest.raises(ValueError, match=r"step-2 is damaged: .*, and no checkpoint before it"),
@@ -212,21 +215,16 @@ def test_a_failed_save_names_step_reason_rank_and_what_is_left(
             run.save(12)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_staging_waits_for_the_device(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: Any
-) -> None:
+def test_staging_waits_for_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     monkeypatch.setattr("torch.accelerator.synchronize", lambda: calls.append("wait"))
-    monkeypatch.setattr(
-        checkpoints.titan.CheckpointManager, "_save", lambda *_: calls.append("save")
-    )
+    stock = checkpoints.titan.CheckpointManager
+    monkeypatch.setattr(stock, "_save", lambda *_: calls.append("save"))
     with opened(tmp_path) as run:
-        run.manager.async_mode = mode
+        run.manager.async_mode = checkpoints.titan.AsyncMode.ASYNC_WITH_PINNED_MEM
         run.save(2)
-        run.manager.async_mode = MODES.DISABLED
-    stages = mode == MODES.ASYNC_WITH_PINNED_MEM
-    assert calls == (["wait", "save"] if stages else ["save"])
+        run.manager.async_mode = checkpoints.titan.AsyncMode.DISABLED
+    assert calls == ["wait", "save"]
 
 
 def test_a_step_that_left_out_an_update_is_not_saved(
@@ -258,7 +256,19 @@ def test_schedules_go_on_from_the_peak_that_was_loaded(saved: Path) -> None:
         assert run.schedulers.schedulers[0].base_lrs == [8e-4]
 
 
-def test_a_resume_with_another_batch_is_refused(saved: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(Trainer.config.training, "global_batch_size", 4)
-    with opened(saved) as run, pytest.raises(ValueError, match=r"^training\.global_batch_size: "):
-        run.load()
+@pytest.mark.parametrize(
+    ("field", "rule", "is_refused"),
+    [
+        ("global_batch_size", "error", True),
+        ("local_batch_size", "keep_checkpoint", True),  # only the config can set it
+        ("global_batch_size", "use_config", False),
+    ],
+)
+def test_a_resume_with_another_batch_is_refused(
+    saved: Path, monkeypatch: pytest.MonkeyPatch, field: str, rule: str, is_refused: bool
+) -> None:
+    monkeypatch.setattr(Trainer.config.training, field, 2)
+    monkeypatch.setattr(Trainer.config.optimizer, "on_config_change", rule)
+    refusal = pytest.raises(ValueError, match=rf"^training\.{field}: ")
+    with opened(saved) as run, refusal if is_refused else contextlib.nullcontext():
+        assert run.load() == 10

@@ -5,17 +5,20 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 
-from tests.titan.data_corpus import END, bpe_folder, write_jsonl
+from tests.titan.data_corpus import END, bpe_folder, write_jsonl, write_packed
 from torchtitan_ext import cli
 from torchtitan_ext.data.corpus import SETTINGS, Corpus, open_packed
 from torchtitan_ext.data.tokenizers import ByteTokenizer, TiktokenTokenizer
@@ -44,20 +47,14 @@ def bytes_of(output: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in output.iterdir() if path.is_file()}
 
 
-def write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    pq.write_table(pa.Table.from_pylist(rows), path)
-
-
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
     """Ten documents in files of all kinds, and every kind of bad row."""
     folder = tmp_path / "lang=en"
     folder.mkdir()
     rows = [{"text": f"text {i} é", "score": -i, "other": i} for i in range(8)]
-    write_parquet(folder / "a.parquet", [*rows[:3], {"text": None, "score": 1, "other": 2}])
+    table = pyarrow.Table.from_pylist([*rows[:3], {"text": None, "score": 1, "other": 2}])
+    pyarrow.parquet.write_table(table, folder / "a.parquet")
     bad = [{"text": ""}, {"text": " \n"}, {"text": 3}, {"other": 1}, {"text": "x"}, [1], 7]
     write_jsonl(folder / "b.jsonl", [*rows[3:5], *bad])
     with (folder / "b.jsonl").open("ab") as file:
@@ -160,34 +157,15 @@ def test_a_killed_run_goes_on_with_the_bytes_of_an_undisturbed_one(tmp_path: Pat
             assert (output / name).stat().st_mtime_ns == time_ns
 
 
-@pytest.mark.slow
-def test_slurm_gets_an_array_of_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for number in range(2):
-        write_jsonl(tmp_path / f"{number}.jsonl", [{"text": f"text {number}"}])
-    programs = tmp_path / "bin"
-    programs.mkdir()
-    # Slurm's part: each task of the array runs the script, one after another.
-    array = "for SLURM_ARRAY_TASK_ID in 0 1; do export SLURM_ARRAY_TASK_ID; bash $script; done"
-    scripts = {
-        "sbatch": f"script=${{@: -1}}; grep -q array $script && {array}; echo job 1",
-        "srun": 'while [[ $1 == -* || $1 == 1 ]]; do shift; done; exec "$@"',
-        "scontrol": "echo node0",
-        "merge_stats": "true",
-        "launch_pickled_pipeline": 'exec python -m datatrove.tools.launch_pickled_pipeline "$@"',
-    }
-    for name, script in scripts.items():
-        (programs / name).write_text(f"#!/bin/bash\nexec 2>> {tmp_path}/log\n{script}\n")
-        (programs / name).chmod(0o755)
-    path = f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    monkeypatch.setenv("PATH", path)
-    monkeypatch.setenv("SLURM_NODELIST", "node0")
-    options = ("--executor=slurm", "--executor-option=partition=cpu", "--executor-option=time=1")
-    assert run(tmp_path, tmp_path / "out", "--tasks=2", *options) == 0
-    assert texts_of(tmp_path / "out") == ["text 0", "text 1"]
-
-
-def write_index(path: Path, ends: list[int]) -> None:
-    np.array(ends, "<u8").tofile(path)
+def test_slurm_gets_the_tasks_and_the_programs_of_this_environment(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}])
+    options = ("--tasks=2", "--executor=slurm", "--executor-option=partition=cpu")
+    with mock.patch("datatrove.executor.slurm.SlurmPipelineExecutor", autospec=True) as executor:
+        assert run(tmp_path, tmp_path / "out", *options, "--executor-option=time=1") == 0
+    (pipeline,), given = executor.call_args
+    pickle.dumps(pipeline)  # as each task of the array reads it
+    assert (given["tasks"], given["partition"], given["time"]) == (2, "cpu", 1)
+    assert str(Path(sys.executable).parent) in given["env_command"]
 
 
 @pytest.mark.parametrize(
@@ -196,16 +174,13 @@ def write_index(path: Path, ends: list[int]) -> None:
         lambda shard: shard.unlink(),
         lambda shard: shard.write_bytes(shard.read_bytes()[:-2]),
         lambda shard: shard.with_name(f"{shard.name}.index").unlink(),
-        lambda shard: write_index(shard.with_name(f"{shard.name}.index"), [5, 5, 14]),
+        lambda shard: np.array([5, 5, 14]).tofile(shard.with_name(f"{shard.name}.index")),
         lambda shard: shard.with_name(f"{shard.name}.scores").write_bytes(b"12345678"),
         lambda shard: shard.write_bytes(b"\xff" * shard.stat().st_size),
     ],
 )
 def test_a_damaged_shard_is_named(damage: Any, tmp_path: Path) -> None:
-    for number in range(2):
-        write_jsonl(tmp_path / f"{number}.jsonl", [{"text": "text 0", "score": 1}] * 2)
-    output = tmp_path / "out"
-    assert run(tmp_path, output, "--tasks=2", "--score-field=score") == 0
+    output = write_packed(tmp_path / "out", [["text 0"] * 2] * 2, [[1.0] * 2] * 2)
     damage(output / "00001_unshuffled.ds")
     with pytest.raises(ValueError, match=rf"^{output}/00001_unshuffled\.ds"):
         tokens_of(open_packed(str(output), ByteTokenizer(), "ascend"))

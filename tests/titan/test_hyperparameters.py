@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import copy
 import warnings
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torchtitan.components.optimizer import LRSchedulersContainer
 
 from amo_dist import AMOConfig
+from tests.titan.test_optimizers import model
 from torchtitan_ext.plugin import hyperparameters
 from torchtitan_ext.plugin.optimizers import MuonSection, OptimizersContainer
 
@@ -30,11 +29,7 @@ class Run:
         values = {"implementation": "foreach", "amo": section, **OLD, **fields}
         config = OptimizersContainer.Config(name=name, **values)
         schedule = LRSchedulersContainer.Config(warmup_steps=4)
-        torch.manual_seed(0)
-        self.model = nn.Module()
-        self.model.layers = nn.ModuleDict({"0": nn.Module()})
-        self.model.layers["0"].attention = nn.Module()
-        self.model.layers["0"].attention.wq = nn.Linear(6, 4)
+        self.model = model()
         self.optimizers: Any = config.build(model_parts=[self.model])
         self.schedulers: Any = schedule.build(optimizers=self.optimizers, training_steps=9)
         for _ in range(steps):
@@ -82,32 +77,21 @@ def test_a_changed_value_is_refused_and_named(name: str, field: str) -> None:
         run.resume(Run(name, steps=2))
 
 
+@pytest.mark.parametrize("rule", ["use_config", "keep_checkpoint"])
 @pytest.mark.parametrize("name", NAMES)
-def test_the_config_is_taken_over_where_that_is_asked_for(
-    name: str, caplog: pytest.LogCaptureFixture
+def test_one_rule_decides_about_all_values(
+    name: str, rule: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = Run(name, **NEW, on_config_change="use_config")
-    run.resume(Run(name, steps=2))
-    assert "the values of the config are in force: optimizer.lr" in caplog.text
-    assert sorted(run.rates()) == pytest.approx([NEW["lr"] * FACTORS[2]])
-    expected = {key: NEW[key] for key in ("weight_decay", "eps")}
-    expected |= {"initial_lr": NEW["lr"], "betas": (NEW["beta1"], NEW["beta2"])}
-    assert {key: run.values(key) for key in expected} == {k: {v} for k, v in expected.items()}
-    run.step()
-    assert run.rates() == {NEW["lr"]}
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_checkpoint_is_kept_where_that_is_asked_for(
-    name: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    run, saved = Run(name, **NEW, on_config_change="keep_checkpoint"), Run(name, steps=2)
+    run, saved = Run(name, **NEW, on_config_change=rule), Run(name, steps=2)
+    expected = Run(name, **NEW) if rule == "use_config" else saved
     run.resume(saved)
-    assert "the values of the checkpoint are in force: optimizer.lr" in caplog.text
-    for key in ("lr", "initial_lr", "weight_decay", "betas", "eps"):
-        assert run.values(key) == saved.values(key)
+    assert "are in force: optimizer.lr" in caplog.text
+    for key in ("initial_lr", "weight_decay", "betas", "eps"):
+        assert run.values(key) == expected.values(key)
+    (peak,) = expected.values("initial_lr")
+    assert sorted(run.rates()) == pytest.approx([peak * FACTORS[2]])
     run.step()
-    assert run.rates() == {OLD["lr"]}
+    assert run.rates() == {peak}
 
 
 @pytest.mark.parametrize("name", ["AMO", "Muon", "NorMuon"])
@@ -121,27 +105,3 @@ def test_one_word_decides_about_settings_too(name: str) -> None:
         run.resume(saved)
         assert run.optimizers.optimizer.config.momentum == momentum
         assert run.values("initial_lr") == {lr}
-
-
-def sizes(
-    num_ranks: int, rule: str = "error", *, whole: int = -1, local: int = 4
-) -> hyperparameters.BatchSizes:
-    training = SimpleNamespace(global_batch_size=whole, local_batch_size=local)
-    config = SimpleNamespace(training=training, optimizer=SimpleNamespace(on_config_change=rule))
-    dims = SimpleNamespace(dp_replicate=1, dp_shard=num_ranks)
-    return hyperparameters.BatchSizes(SimpleNamespace(config=config, parallel_dims=dims))
-
-
-def test_another_batch_at_a_resume_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    saved = sizes(2).state_dict()
-    sizes(1, whole=8).load_state_dict(saved)  # accumulated on one rank: the same batch
-    for resumed, field in (
-        (sizes(1), "training.global_batch_size: found 8 in the checkpoint, expected 4"),
-        (sizes(2, local=2, whole=8), "training.local_batch_size: found 4 in the checkpoint"),
-        (sizes(1, "keep_checkpoint"), "training.global_batch_size"),
-    ):
-        with pytest.raises(ValueError, match=f"^{field}"):
-            resumed.load_state_dict(saved)
-    assert not caplog.records
-    sizes(1, "use_config").load_state_dict(saved)
-    assert "training.global_batch_size: found 8" in caplog.text

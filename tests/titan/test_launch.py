@@ -113,7 +113,6 @@ import os, pathlib, signal, sys, time
 from torchtitan_ext.signals import write_exit_reason
 rank, start = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
 folder = pathlib.Path(sys.argv[1])
-(folder / f"start{start}-{rank}").touch()
 """
 
 
@@ -129,11 +128,15 @@ def begin(folder: Path, program: str, restarts: int = 0) -> subprocess.Popen[str
     )
 
 
-def test_a_mistake_that_ranks_see_ends_the_run_after_the_restarts(tmp_path: Path) -> None:
+def test_all_ranks_start_again_after_a_failure_in_the_same_environment(tmp_path: Path) -> None:
     program = """
 print("ready", rank, flush=True)
-(folder / f"ready{start}-{rank}").touch()
-while rank == "0" or not (folder / f"ready{start}-0").exists():
+if start == "0" and rank == "0":
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(600 if start == "0" else 0)
+(folder / f"variables-{rank}").write_text("\\n".join(f"{k}={v}" for k, v in os.environ.items()))
+(folder / f"ready-{rank}").touch()
+while rank == "0" or not (folder / "ready-0").exists():
     time.sleep(0.1)
 sys.exit(2)
 """
@@ -143,28 +146,13 @@ sys.exit(2)
     logs = tmp_path / "run" / "logs"
     assert re.fullmatch(rf"error \(rank 1\): ended with status 2; logs: {logs}/\S+\n", err)
     assert set(out.splitlines()) == {"ready 0"}  # one rank shows what it prints
-    starts = sorted(path.name for path in tmp_path.glob("start*"))
-    assert starts == ["start0-0", "start0-1", "start1-0", "start1-1"]
     assert len([*logs.glob("*/amo_*/attempt_1/1/stderr.log")]) == 1
     assert "exitcode: 2" in next(logs.glob("*/torchrun.txt")).read_text()
-
-
-def test_a_dead_rank_is_started_again_in_the_same_environment(tmp_path: Path) -> None:
-    program = """
-if start == "0" and rank == "0":
-    os.kill(os.getpid(), signal.SIGKILL)
-time.sleep(600 if start == "0" else 0)
-if os.environ["AMO_LAUNCHER"] == str(os.getppid()):
-    (folder / f"variables-{rank}").write_text("\\n".join(f"{k}={v}" for k, v in os.environ.items()))
-write_exit_reason("done")
-"""
-    node = begin(tmp_path, program, restarts=1)
-    assert node.communicate(timeout=300) == ("", "")
-    assert node.returncode == 0
     expected = {f"{name}={value}" for name, value in environment.variables(2).items()}
+    expected |= {f"AMO_LAUNCHER={node.pid}", "AMO_DEVICE=cpu"}
+    expected.add("TORCHELASTIC_USE_AGENT_STORE=False")
     for rank in range(2):
-        variables = (tmp_path / f"variables-{rank}").read_text().splitlines()
-        assert {*expected, "AMO_DEVICE=cpu", "TORCHELASTIC_USE_AGENT_STORE=False"} <= {*variables}
+        assert expected <= {*(tmp_path / f"variables-{rank}").read_text().splitlines()}
 
 
 @pytest.mark.parametrize(
@@ -216,10 +204,6 @@ time.sleep(600)
     variables = {**os.environ, "PYTHONPATH": str(ROOT)}
     orphan = subprocess.run([*start, "1"], env=variables, timeout=60, check=False)
     assert orphan.returncode == -signal.SIGTERM
-    with subprocess.Popen([*start, str(os.getpid())], env=variables) as child:
-        with pytest.raises(subprocess.TimeoutExpired):
-            child.wait(2)
-        child.kill()
 
 
 @pytest.mark.parametrize(
@@ -256,11 +240,7 @@ def failure(folder: Path, status: int, message: str = "", when: int = 0) -> Proc
 @pytest.mark.parametrize(
     ("first", "second", "expected"),
     [
-        (
-            (1, "OSError: b", 7),
-            (1, "OSError: the device\nis gone", 5),
-            "1): OSError: the device is",
-        ),
+        ((1, "OSError: b", 7), (1, "OSError: it\nis gone", 5), "1): OSError: it is"),
         ((1, OTHERS, 5), (-9, "", 0), "1): ended by SIGKILL"),
         ((1, OTHERS, 5), (-15, "", 0), "1): ended by SIGTERM"),  # by torchrun, after the failure
         ((1, OTHERS, 5), (1, "ZeroDivisionError: a", 7), "1): ZeroDivisionError: a"),

@@ -5,25 +5,21 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-import torchtitan.components.metrics as titan_metrics
+from torchtitan.components.checkpointer.base import BaseCheckpointManager
 from torchtitan.components.optimizer import default_adamw
 from torchtitan.config.override import _REGISTRY, OverrideConfig, apply_overrides, parse_cli_imports
 from torchtitan.models.llama3 import config_registry as registry
 from torchtitan.models.qwen3 import config_registry as registry_of_qwen3
 from torchtitan.trainer import Trainer
 
-from torchtitan_ext.config import settings
 from torchtitan_ext.plugin import machine
 from torchtitan_ext.plugin.checkpoints import CheckpointManager
 from torchtitan_ext.plugin.metrics import MetricsProcessor
 from torchtitan_ext.plugin.optimizers import OptimizersContainer
-
-CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 def applied(config: Any, *tokens: str) -> Any:
@@ -57,22 +53,9 @@ def test_one_option_brings_optimizer_metrics_and_checkpoints() -> None:
     assert hasattr(dist, "set_timeout")  # which torchtitan calls after the first step
 
 
-@pytest.mark.parametrize(
-    ("token", "name", "schedule"),
-    [
-        ("muon", "Muon", ""),
-        ('muon={"schedule": "pe"}', "Muon", "pe"),
-        ('muon={"name": "AdaMuon"}', "AdaMuon", ""),
-    ],
-)
-def test_others_of_the_family_have_their_names(token: str, name: str, schedule: str) -> None:
-    section = applied(llama3_debugmodel(), f"torchtitan_ext.override.{token}").optimizer
-    assert section.name == name
-    assert section.muon.schedule in (schedule, "kj")
-
-
 def test_groups_of_the_config_stay() -> None:
     config = registry_of_qwen3.qwen3_debugmodel_moe_param_groups()
+    groups = config.optimizer.param_groups
     config.parallelism.spmd_backend = machine.spmd_backend()
     section = applied(config, "torchtitan_ext.override.amo").optimizer
     rates = section.lr_multipliers
@@ -82,13 +65,9 @@ def test_groups_of_the_config_stay() -> None:
 
     names = ["layers.0.moe.router.gate.weight", "layers.0.attention.wo.weight"]
     for name in names:
-        group = next(g for g in config_groups() if re.search(g.pattern, name))
+        group = next(g for g in groups if re.search(g.pattern, name))
         assert rate(name) == pytest.approx(group.optimizer_kwargs["lr"])
     assert rate(names[0]) < rate(names[1])
-
-
-def config_groups() -> Any:
-    return registry_of_qwen3.qwen3_debugmodel_moe_param_groups().optimizer.param_groups
 
 
 def test_groups_that_cannot_stay_are_an_error() -> None:
@@ -100,26 +79,15 @@ def test_groups_that_cannot_stay_are_an_error() -> None:
         applied(config, "torchtitan_ext.override.amo")
 
 
-def test_a_toml_run_refuses_an_override_that_would_do_nothing() -> None:
-    config = settings.parse([f"--job.config_file={CONFIGS / 'quickstart.toml'}"])
-    with pytest.raises(ValueError, match=r"override\.muon with an \[optimizer\] of this project"):
-        applied(config, 'torchtitan_ext.override.muon={"lr": 0.5}')
-
-
-def test_own_fields_of_other_sections_are_arguments_too() -> None:
-    fields = (
-        '{"stop_seconds": 30, "damaged": "error", "callbacks": ["notes.Notes"], "no_decay": true}'
-    )
-    config = applied(llama3_debugmodel(), f"torchtitan_ext.override.muon={fields}")
-    assert (config.checkpoint.stop_seconds, config.checkpoint.damaged) == (30, "error")
-    assert config.metrics.callbacks == ["notes.Notes"]
+def test_fields_go_to_their_sections() -> None:
+    fields = '"stop_seconds": 30, "callbacks": ["a.B"], "no_decay": true, "schedule": "pe"'
+    config = applied(llama3_debugmodel(), f"torchtitan_ext.override.muon={{{fields}}}")
+    assert config.checkpoint.stop_seconds == 30
+    assert config.metrics.callbacks == ["a.B"]
     assert (config.optimizer.name, config.optimizer.no_decay) == ("Muon", True)
-
-
-class TitanSubclass(titan_metrics.MetricsProcessor):
-    @dataclasses.dataclass(kw_only=True, slots=True)
-    class Config(titan_metrics.MetricsProcessor.Config):
-        extra: int = 1
+    assert config.optimizer.muon.schedule == "pe"
+    token = 'torchtitan_ext.override.muon={"name": "AdaMuon"}'
+    assert applied(llama3_debugmodel(), token).optimizer.name == "AdaMuon"
 
 
 class Derived(MetricsProcessor):
@@ -133,8 +101,8 @@ def test_a_section_of_the_users_is_kept_or_named() -> None:
     config.metrics = Derived.Config(extra=3)
     assert applied(config, "torchtitan_ext.override.amo").metrics == Derived.Config(extra=3)
     config = llama3_debugmodel()
-    config.metrics = TitanSubclass.Config()
-    with pytest.raises(ValueError, match=r"found a section of .*TitanSubclass\.Config"):
+    config.checkpoint = BaseCheckpointManager.Config()
+    with pytest.raises(ValueError, match=r"found a section of .*BaseCheckpointManager"):
         applied(config, "torchtitan_ext.override.amo")
 
 
@@ -150,5 +118,3 @@ def test_float8_leaves_routers() -> None:
     for name in ("attention.wo", "feed_forward.w1", "attention.o_gate", "moe.shared_experts.w2"):
         assert fqns.matches(f"layers.3.{name}")
     assert not fqns.matches("lm_head")
-    with pytest.raises(ValueError, match=r"found filter_fqns = \['router'\]"):
-        applied(llama3_debugmodel(), 'torchtitan_ext.override.float8={"filter_fqns": ["router"]}')

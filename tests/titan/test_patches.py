@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 import torchtitan.distributed.parallel_dims as loaded_before
-from torch.distributed import distributed_c10d
 from torchtitan.tools import utils
 
 from torchtitan_ext.plugin import machine, patches
@@ -17,12 +15,6 @@ from torchtitan_ext.plugin import machine, patches
 )
 def test_an_alpha_of_an_image_counts_as_its_version(version: str, is_old: bool) -> None:
     assert machine.is_old(version) == is_old
-
-
-@pytest.mark.skipif(not machine.IS_OLD, reason="PyTorch has the name itself since 2.14")
-def test_set_timeout_has_its_later_name() -> None:
-    patches.install()
-    assert dist.set_timeout is distributed_c10d._set_pg_timeout  # type: ignore[attr-defined]
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="for machines without an accelerator")

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from amo_dist.schedule.allocate import ns_step_flops
 from tests.examples import ROOT
 from torchtitan_ext.cli import main
 from torchtitan_ext.config import checks, settings
@@ -42,14 +41,12 @@ def elements(predicted: dict[str, Any], muon: bool) -> int:
 def test_a_mistake_hides_nothing_that_is_known(capsys: pytest.CaptureFixture[str]) -> None:
     file = str(CONFIGS / "debug_llama3.toml")
     options = ["--training.seq_len=0", "--tokenizer.kind=hf", "--hf_assets_path=gone"]
-    assert main(["preflight", file, "--world", "2", *options]) == 1
-    lines = capsys.readouterr().out.splitlines()
-    assert "layers.*.attention.qkv_linear.wq.weight" in "\n".join(lines)
-    assert lines[-3] == "errors"
-    assert [line.partition(":")[0].strip() for line in lines[-2:]] == [
-        "training.seq_len",
-        "hf_assets_path",
-    ]
+    assert main(["preflight", file, "--world=2", "--json", *options]) == 1
+    printed = json.loads(capsys.readouterr().out)
+    names = [row["name"] for row in printed["parameters"]]
+    assert "layers.*.attention.qkv_linear.wq.weight" in names
+    fields = [line.partition(":")[0] for line in printed["errors"]]
+    assert fields == ["training.seq_len", "hf_assets_path"]
 
 
 def test_missing_things_are_no_mistakes_for_other_machines(
@@ -75,15 +72,8 @@ def test_logits_must_fit_and_chunks_divide_them(
 # ------------------------------------------------------------------ figures
 
 
-def test_one_rank_sends_nothing_and_does_all_work() -> None:
-    predicted = report("debug_qwen3", 1)
-    row = predicted[STEP]
-    assert row["sent bytes"] == 0
-    matrices = [one for one in predicted["parameters"] if one["operator type"] not in ("AdamW", "")]
-    flops = sum(
-        5 * one["count"] * ns_step_flops(*map(int, one["shape"].split(" x "))) for one in matrices
-    )
-    assert row["GFLOP of the busiest"] == pytest.approx(flops / 1e9, rel=1e-12)
+def test_one_rank_sends_nothing() -> None:
+    assert report("debug_qwen3", 1)[STEP]["sent bytes"] == 0
 
 
 def test_replicas_share_the_work_and_get_every_result() -> None:
@@ -117,25 +107,22 @@ def test_memory_is_that_of_state_and_of_logits_or_buffers() -> None:
     assert predicted["run"]["checkpoint_bytes"] == 4 * (muon + adamw) + 4 * muon + 8 * adamw
 
 
+A1 = CONFIGS / "schedules" / "a1.toml"
+
+
 @pytest.mark.parametrize(
     ("options", "steps"),
     [
-        ([], [5] * 7),
-        (["--optimizer.name=Muon", "--optimizer.muon.schedule=turbo"], [4] * 7),
-        (["--optimizer.name=Muon-Turbo"], [4] * 7),
-        (["--optimizer.name=AdaMuon"], [5] * 7),
-        (["--optimizer.name=ROOT"], [5] * 7),
-        (
-            [
-                "--optimizer.name=Muon",
-                f"--optimizer.muon.schedule_file={CONFIGS / 'schedules' / 'a1.toml'}",
-            ],
-            [5, 4, 5, 5, 4, 4, 4],
-        ),
+        ("", [5] * 7),
+        ("name=Muon muon.schedule=turbo", [4] * 7),
+        ("name=Muon-Turbo", [4] * 7),
+        ("name=ROOT", [5] * 7),
+        (f"name=Muon muon.schedule_file={A1}", [5, 4, 5, 5, 4, 4, 4]),
     ],
 )
-def test_steps_are_those_of_the_optimizer(options: list[str], steps: list[int]) -> None:
-    assert [*report("qwen3_1.7b", 32, *options)["Newton-Schulz steps"].values()] == steps
+def test_steps_are_those_of_the_optimizer(options: str, steps: list[int]) -> None:
+    words = [f"--optimizer.{option}" for option in options.split()]
+    assert [*report("qwen3_1.7b", 32, *words)["Newton-Schulz steps"].values()] == steps
 
 
 def test_the_timeline() -> None:

@@ -41,26 +41,6 @@ def write_run(folder: Path, metrics: list[dict[str, Any]], log: Any = ()) -> Pat
     return folder
 
 
-def test_phases_and_schedules_begin_at_their_first_steps(tmp_path: Path) -> None:
-    five, six = {"attn_q": 5}, {"attn_q": 6}
-
-    def logged(step: int, *changes: tuple[int, str, dict[str, int]]) -> dict[str, Any]:
-        names = ("step", "phase", "num_steps_by_type")
-        records = [dict(zip(names, change, strict=True)) for change in changes]
-        return {**metric(step), **records[-1], "step": step, "changes": records}
-
-    metrics = [
-        logged(10, (1, "observation", five)),
-        # Between two logged steps: the transition, and a change of steps within it.
-        logged(20, (13, "transition", five), (15, "transition", six), (17, "locked", six)),
-        logged(30, (17, "locked", six)) | {"changes": []},
-    ]
-    run = data.load(write_run(tmp_path / "run", metrics))
-    phases = [("observation", 1, 12), ("transition", 13, 16), ("locked", 17, 30)]
-    assert run.spans("phase") == phases
-    assert run.spans("num_steps_by_type") == [(five, 1, 14), (six, 15, 30)]
-
-
 def test_the_table_has_the_last_numbers_of_each_run(tmp_path: Path) -> None:
     residuals = {10: 0.25, 20: 0.125, 30: 0.0}  # 0 is no measurement, as after a resume
     metrics = [metric(k, optimizer={"newton_schulz/residual": x}) for k, x in residuals.items()]

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,12 +11,13 @@ from typing import Any
 import pytest
 
 from torchtitan_ext.runs.records import read_records
-from torchtitan_ext.runs.run_files import RunFiles, lock, require_unlocked
-
-CONFIG: dict[str, Any] = {
-    "optimizer": {"lr": 0.1, "betas": (0.9, 0.95)},
-    "metrics": {"log_freq": 1},
-}
+from torchtitan_ext.runs.run_files import (
+    RunFiles,
+    find_checkpoint,
+    lock,
+    read_config,
+    require_unlocked,
+)
 
 
 def test_a_resumed_run_drops_what_lies_beyond_its_checkpoint(
@@ -78,26 +76,23 @@ def test_a_folder_that_cannot_be_locked_is_named(tmp_path: Path) -> None:
         lock(tmp_path)
 
 
-def test_the_claim_of_a_killed_process_ends(tmp_path: Path) -> None:
-    program = (
-        "import sys, pathlib\nfrom torchtitan_ext.runs.run_files import lock\n"
-        "claim = lock(pathlib.Path(sys.argv[1]))\nprint(flush=True)\nsys.stdin.read()"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", program, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    assert process.stdout is not None
-    process.stdout.readline()
-    with pytest.raises(ValueError, match=f"process {process.pid} on"):
-        lock(tmp_path, 0)
-    process.kill()
-    process.communicate()
-    lock(tmp_path, 0).release()
-
-
 def test_a_run_leaves_the_config_of_its_latest_start(tmp_path: Path) -> None:
     files = RunFiles(tmp_path)
     assert not (tmp_path / "run.json").exists()  # a start that fails before its first step
-    files.start(1, CONFIG)
-    files.start(7, {**CONFIG, "optimizer": {"lr": 0.2}})
-    assert json.loads((tmp_path / "run.json").read_text())["optimizer"] == {"lr": 0.2}
+    files.start(1, {"optimizer": {"lr": 0.1}})
+    files.start(7, {"optimizer": {"lr": 0.2}})
+    assert read_config(tmp_path) == {"optimizer": {"lr": 0.2}}
+
+
+def test_the_newest_complete_checkpoint_of_a_run_is_found(tmp_path: Path) -> None:
+    folder = tmp_path / "of any name"
+    for step, last in ((20, ".metadata"), (100, ".metadata"), (200, "__0_0.distcp")):
+        (folder / f"step-{step}").mkdir(parents=True)
+        (folder / f"step-{step}" / last).touch()  # the last save was cut short
+    for path in (tmp_path, folder):
+        assert find_checkpoint(path) == folder / "step-100"
+    assert find_checkpoint(folder / "step-20") == folder / "step-20"
+    (tmp_path / "third" / "step-300").mkdir(parents=True)
+    (tmp_path / "third" / "step-300" / ".metadata").touch()
+    with pytest.raises(ValueError, match="of any name and .*third"):
+        find_checkpoint(tmp_path)

@@ -53,24 +53,25 @@ class Steps:
         return trained
 
 
-@pytest.mark.parametrize(("num_steps", "trained"), [(1, [False]), (3, [False, True, True])])
-def test_a_run_without_a_signal_ends_at_its_end(
-    monkeypatch: pytest.MonkeyPatch, num_steps: int, trained: list[bool]
+@pytest.mark.parametrize(
+    ("num_steps", "others", "trained", "calls"),
+    [
+        (1, False, [False], []),
+        (3, False, [False, True, True], []),
+        (9, True, [False], ["save 1", "on_stop 1"]),
+    ],
+)
+def test_a_run_ends_at_its_end_or_after_the_next_step_with_a_signal_on_another_rank(
+    monkeypatch: pytest.MonkeyPatch,
+    num_steps: int,
+    others: bool,
+    trained: list[bool],
+    calls: list[str],
 ) -> None:
-    signal = connected(monkeypatch)
+    signal = connected(monkeypatch, others)
     run = Steps(signal, num_steps)
     assert run.run() == trained
-    assert (run.calls, signal.has_stopped, signal.has_trained) == ([], False, True)
-
-
-def test_a_signal_on_another_rank_saves_and_ends_after_the_next_step(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    run = Steps(connected(monkeypatch, others=True), 9)
-    assert len(run.run()) == 1
-    assert run.calls == ["save 1", "on_stop 1"]
-    assert run.stop_signal is not None
-    assert run.stop_signal.has_stopped
+    assert (run.calls, signal.has_stopped, signal.has_trained) == (calls, others, True)
 
 
 def test_a_trainer_with_checkpoints_of_its_own_trains_as_before() -> None:
