@@ -18,7 +18,6 @@ from amo_dist import AMO, ROOT, AdaMuon, AMOConfig, Muon, NorMuon, param_groups
 from amo_dist.engine.ballot import NonFiniteGradientError
 from tests import runs
 from tests.distributed import models
-from tests.runs import WQ
 
 
 def pickled(both: Any) -> Any:
@@ -41,28 +40,6 @@ def test_a_copy_goes_on_as_the_original(
     assert other.state_dict()["param_groups"] == optimizer.state_dict()["param_groups"]
 
 
-def test_a_copy_alone_has_parameters_of_its_own() -> None:
-    model, optimizer = runs.make("plain", Muon)
-    before, other = runs.train(model, optimizer, 1, 2), copy.deepcopy(optimizer)
-    for param in other.params_by_name.values():
-        param.grad = torch.ones_like(param)
-    other.step()
-    assert runs.equal(runs.weights(model), before)
-    assert not torch.equal(other.params_by_name[WQ], model.get_parameter(WQ))
-
-
-def test_a_scaler_leaves_out_a_step_with_an_infinite_gradient() -> None:
-    model, optimizer = runs.make("plain", Muon)
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(torch.zeros(()))
-    models.set_gradients(model, 1, 1)
-    model.get_parameter(WQ).grad[0, 0] = torch.inf  # type: ignore[index]
-    before = runs.weights(model)
-    scaler.step(optimizer)
-    assert runs.equal(runs.weights(model), before)
-    assert optimizer.num_steps_taken == 0
-
-
 def test_parameters_of_several_dtypes() -> None:
     model = models.plain_model(runs.SHAPES)
     for name, param in model.named_parameters():
@@ -79,8 +56,7 @@ def test_parameters_of_several_dtypes() -> None:
 # guards on Python 3.13.0.
 @pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_compiled_training_step(backend: str) -> None:
+def test_a_compiled_training_step() -> None:
     def run(wrap: Callable[[Any], Any]) -> tuple[dict[str, Tensor], list[float]]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
@@ -99,9 +75,9 @@ def test_a_compiled_training_step(backend: str) -> None:
         return runs.weights(model), losses
 
     weights, losses = run(lambda step: step)
-    others, other_losses = run(lambda step: torch.compile(step, backend=backend))
+    others, other_losses = run(lambda step: torch.compile(step, backend="aot_eager"))
     torch._dynamo.reset()
-    # Both backends run PyTorch's own kernels, in the same order.
+    # The backend runs PyTorch's own kernels, in the same order.
     assert losses == other_losses
     assert runs.equal(weights, others)
 
@@ -249,25 +225,9 @@ def test_strides_of_parameters_change_no_bit() -> None:
 
 
 SCHEDULES: dict[str, Callable[[Muon], Any]] = {
-    "lambda": lambda own: schedules.LambdaLR(own, lambda step: 0.9**step),
     "multiplicative": lambda own: schedules.MultiplicativeLR(own, lambda _: 0.9),
-    "step": lambda own: schedules.StepLR(own, 2),
-    "multi-step": lambda own: schedules.MultiStepLR(own, [2, 4]),
-    "constant": lambda own: schedules.ConstantLR(own, total_iters=3),
-    "linear": lambda own: schedules.LinearLR(own),
-    "exponential": lambda own: schedules.ExponentialLR(own, 0.9),
-    "polynomial": lambda own: schedules.PolynomialLR(own, 5),
-    "cosine": lambda own: schedules.CosineAnnealingLR(own, 5),
-    "warm restarts": lambda own: schedules.CosineAnnealingWarmRestarts(own, 3),
     "cyclic": lambda own: schedules.CyclicLR(own, 1e-3, 1e-2, 2),
     "one cycle": lambda own: schedules.OneCycleLR(own, 1e-2, total_steps=20),
-    "plateau": lambda own: schedules.ReduceLROnPlateau(own, patience=0),
-    "chained": lambda own: schedules.ChainedScheduler(
-        [schedules.ConstantLR(own), schedules.ExponentialLR(own, 0.9)]
-    ),
-    "sequential": lambda own: schedules.SequentialLR(
-        own, [schedules.ConstantLR(own, 0.1, 2), schedules.ExponentialLR(own, 0.9)], [3]
-    ),
     "swa": lambda own: SWALR(own, 1e-3),
 }
 
@@ -287,7 +247,7 @@ def test_schedulers_move_the_rate_and_resume(kind: str, as_tensor: bool) -> None
             rates.add(float(optimizer.param_groups[0]["lr"]))
             momenta.add(optimizer.param_groups[0].get("momentum"))
             runs.train(model, optimizer, step, step)
-            scheduler.step(*([1.0] if kind == "plateau" else []))
+            scheduler.step()
 
     model, optimizer, scheduler = build(models.plain_model(runs.SHAPES))
     run(model, optimizer, scheduler, 1, 5)
