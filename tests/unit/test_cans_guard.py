@@ -64,17 +64,9 @@ def test_singular_values_stay_bounded(
     assert largest(batch.mT, GUARDED.coefficients) < BOUND
 
 
-def test_without_the_guard_they_diverge() -> None:
-    found = [
-        largest(torch.stack([spiked(*shape, seed) for seed in range(50)]), PRINTED)
-        for shape in SHAPES[:-1]
-    ]
-    # Measured: 1e6 and more for three of them; on other machines sums round otherwise.
-    assert max(found) > 10
-
-
 def test_the_worst_that_was_found() -> None:
     x = torch.tensor(WORST)
+    assert largest(x, PRINTED) > 10  # measured: 1e6 and more
     for backend in ("auto", "standard", "gram"):
         assert largest(x, GUARDED.coefficients, backend) < BOUND
 

@@ -43,6 +43,7 @@ BAD_RATES = [
     ("momentum", 1.0, "1.0"),
     ("momentum", None, "None"),
     ("nesterov", 10.5, "10.5"),
+    ("beta2", 1.0, "1.0"),
 ]
 """A field of a parameter group, what no training can mean, and how the error shows it."""
 
@@ -98,30 +99,28 @@ def test_an_unknown_key_is_refused() -> None:
 def test_a_rate_that_means_nothing_is_refused_before_anything_changes(
     steps: int, field: str, value: Any, shown: str
 ) -> None:
-    model, optimizer = runs.make(kind=Muon)
+    model, optimizer = runs.make(kind=NorMuon)
     runs.train(model, optimizer, 1, steps)
     state = copy.deepcopy(optimizer.state_dict())
-    state["param_groups"][1][field] = value
-    first, group = param_groups(model)
-    good = dict(optimizer.param_groups[1])
+    state["param_groups"][0][field] = value
+    group, rest = param_groups(model)
+    good = dict(optimizer.param_groups[0])
     before = runs.everything(model, optimizer)
 
-    message = rf"groups\[1\]\.{field}: found {re.escape(shown)}, expected "
-
     def step() -> None:
-        optimizer.param_groups[1][field] = value
+        optimizer.param_groups[0][field] = value
         runs.train(model, optimizer)
 
     for use in (
-        lambda: Muon([first, {**group, field: value}]),
+        lambda: NorMuon([{**group, field: value}, rest]),
         lambda: optimizer.load_state_dict(state),
         step,
     ):
+        message = rf"groups\[0\]\.{field}: found {re.escape(shown)}, expected "
         with pytest.raises(ValueError, match=message):
             use()
         assert all(map(torch.equal, runs.everything(model, optimizer), before))
-    del optimizer.param_groups[1][field]
-    optimizer.param_groups[1].update(good)
+    optimizer.param_groups[0].update(good)
     runs.train(model, optimizer)
 
 
@@ -134,8 +133,8 @@ def test_a_rate_on_a_device_is_not_read() -> None:
         Muon([{**groups[0], "lr": torch.ones(2, device="meta")}, groups[1]])
 
 
-@pytest.mark.parametrize("kind", [Muon, AdaMuon, NorMuon, AMO])
-@pytest.mark.parametrize("changes", [{"momentum": 0.5}, {"nesterov": False}, {"nesterov": 2.0}])
+@pytest.mark.parametrize("kind", [AdaMuon, AMO])
+@pytest.mark.parametrize("changes", [{"momentum": 0.5}, {"nesterov": 2.0}])
 def test_momentum_of_a_group_is_that_of_the_settings(
     kind: type[Muon], changes: dict[str, Any]
 ) -> None:
@@ -164,20 +163,9 @@ def test_what_moves_in_a_group_moves_the_step(key: str, value: Any) -> None:
     runs.train(model, optimizer)
     still, unmoved = copy.deepcopy((model, optimizer))
     runs.train(still, unmoved, 4, 4)
-    twin, other = models.plain_model(SHAPES), None
-    # From the start in the other's groups, and the state of the first: a road of its own.
-    groups = [{**group, key: value} for group in param_groups(twin)]
-    other = Muon(groups, **({"lr": 1e-2} if key != "lr" else {}))
-    twin.load_state_dict(model.state_dict())
-    state = optimizer.state_dict()
-    for group in state["param_groups"]:
-        group[key] = value
-    other.load_state_dict(state)
     for group in optimizer.param_groups:
         group[key] = value
     runs.train(model, optimizer, 4, 4)
-    runs.train(twin, other, 4, 4)
-    assert runs.same(model, twin)
     moves_matrices = key not in ("betas", "eps")
     moves_rest = key not in ("momentum", "nesterov")
     assert torch.equal(model.get_parameter(WQ), still.get_parameter(WQ)) == (not moves_matrices)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from amo_dist import Fused, Muon, MuonConfig, param_groups
+from amo_dist import Muon, MuonConfig, param_groups
 from amo_dist.kernels.elementwise import apply_update, master_weights, update_scale
 from tests import runs
 from tests.distributed import models
@@ -55,26 +55,6 @@ def test_scales(adjust_lr: str, tall: float, wide: float) -> None:
     factor = MuonConfig(adjust_lr=adjust_lr).update_factor
     assert update_scale((16, 4), factor, adjust_lr) == pytest.approx(tall, rel=1e-15)
     assert update_scale((4, 16), factor, adjust_lr) == pytest.approx(wide, rel=1e-15)
-
-
-def distance(param: Tensor, adjust_lr: str, target: str | Fused) -> float:
-    """How far one step moves a matrix."""
-    before = param.clone()
-    model = models.build({"w": nn.Parameter(param.clone())})
-    config = MuonConfig(adjust_lr=adjust_lr, ns_dtype="float32")
-    optimizer = Muon(param_groups(model, patterns={"w": target}), 1e-3, 0.0, config=config)
-    model.get_parameter("w").grad = torch.ones_like(param)
-    optimizer.step()
-    return float((model.get_parameter("w").detach() - before).norm())
-
-
-def test_columns_are_outputs_where_a_parameter_is_fused_by_them() -> None:
-    rows, columns = Fused((("attn_q", 16),)), Fused((("attn_q", 16),), dim=1)
-    param = torch.zeros(16, 4)
-    found = [distance(param, "spectral", rows), distance(param.mT.clone(), "spectral", columns)]
-    assert found[0] == pytest.approx(found[1], rel=1e-6)  # float32, of transposed products
-    # sqrt(4/16) instead of sqrt(16/4)
-    assert distance(param.mT.clone(), "spectral", "attn_q") == pytest.approx(found[0] / 4, rel=1e-6)
 
 
 # --- cautious decay
