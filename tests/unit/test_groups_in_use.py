@@ -120,6 +120,7 @@ def test_a_rate_that_means_nothing_is_refused_before_anything_changes(
         with pytest.raises(ValueError, match=message):
             use()
         assert all(map(torch.equal, runs.everything(model, optimizer), before))
+    del optimizer.param_groups[0][field]
     optimizer.param_groups[0].update(good)
     runs.train(model, optimizer)
 

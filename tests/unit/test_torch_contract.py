@@ -40,6 +40,18 @@ def test_a_copy_goes_on_as_the_original(
     assert other.state_dict()["param_groups"] == optimizer.state_dict()["param_groups"]
 
 
+def test_a_scaler_leaves_out_a_step_with_an_infinite_gradient() -> None:
+    model, optimizer = runs.make("plain", Muon)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.zeros(()))
+    models.set_gradients(model, 1, 1)
+    model.get_parameter(WQ).grad[0, 0] = torch.inf  # type: ignore[index]
+    before = runs.weights(model)
+    scaler.step(optimizer)
+    assert runs.equal(runs.weights(model), before)
+    assert optimizer.num_steps_taken == 0
+
+
 def test_parameters_of_several_dtypes() -> None:
     model = models.plain_model(runs.SHAPES)
     for name, param in model.named_parameters():
