@@ -27,8 +27,6 @@ def test_uniform_tables(name: str, steps: int, norm_scale: float, preconditioner
     assert not record.by_type
 
 
-
-
 def test_turbo_is_you_without_its_first_step() -> None:
     you, turbo = named_schedule("you").schedule, named_schedule("turbo").schedule
     assert turbo.coefficients == you.coefficients[1:]

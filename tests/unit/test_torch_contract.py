@@ -45,7 +45,7 @@ def test_a_scaler_leaves_out_a_step_with_an_infinite_gradient() -> None:
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(torch.zeros(()))
     models.set_gradients(model, 1, 1)
-    model.get_parameter(WQ).grad[0, 0] = torch.inf  # type: ignore[index]
+    model.get_parameter(runs.WQ).grad[0, 0] = torch.inf  # type: ignore[index]
     before = runs.weights(model)
     scaler.step(optimizer)
     assert runs.equal(runs.weights(model), before)
