@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -43,36 +45,22 @@ def problems(draw: st.DrawFn) -> tuple[Model, tuple[Job, ...], dict[int, Exchang
 
 @few
 @given(problems())
-def test_what_one_rank_sends_is_what_the_other_receives(problem: tuple) -> None:
-    model, _, plans, _ = problem
+def test_plans_of_all_ranks_fit_together(problem: tuple) -> None:
+    model, jobs, plans, bucket_bytes = problem
+    # What one rank sends is what the other receives.
     assert len({len(plan.buckets) for plan in plans.values()}) == 1
     place = {rank: index for index, rank in enumerate(model.ranks)}
-    for number in range(len(plans[model.ranks[0]].buckets)):
-        buckets = {rank: plan.buckets[number] for rank, plan in plans.items()}
-        for source in model.ranks:
-            for destination in model.ranks:
-                here, there = buckets[source], buckets[destination]
-                to, back = place[destination], place[source]
-                assert here.to_owners[to] == there.from_holders[back]
-                assert here.to_holders[to] == there.from_owners[back]
-
-
-@few
-@given(problems())
-def test_plans_move_what_the_ledger_says(problem: tuple) -> None:
-    model, jobs, plans, _ = problem
+    for source, destination in itertools.product(model.ranks, repeat=2):
+        to, back = place[destination], place[source]
+        for here, there in zip(plans[source].buckets, plans[destination].buckets, strict=True):
+            assert here.to_owners[to] == there.from_holders[back]
+            assert here.to_holders[to] == there.from_owners[back]
+    # They move what the ledger says.
     pairs = sent_by_pair(model.matrices, jobs, max(model.ranks) + 1)
     for rank, plan in plans.items():
-        assert plan.num_sent == sum(
-            v.elements for (source, _), v in pairs.items() if source == rank
-        )
+        assert plan.num_sent == sum(v.elements for pair, v in pairs.items() if pair[0] == rank)
     assert sum(pairs.values(), Volume()) == predict(model.matrices, jobs)
-
-
-@few
-@given(problems())
-def test_each_job_is_in_one_bucket_of_its_owner_and_no_bucket_is_too_full(problem: tuple) -> None:
-    model, jobs, plans, bucket_bytes = problem
+    # Each job is in one bucket of its owner, and no bucket is too full.
     found: list[int] = []
     for rank, plan in plans.items():
         for bucket in (*plan.buckets, *plan.local):

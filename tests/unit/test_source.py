@@ -168,27 +168,6 @@ def test_metrics_have_the_same_keys_at_every_step() -> None:
     assert after["amo/ns_steps/attn_q"] == done.plan.allocation[0]
 
 
-# ---------------------------------------------------------------- every rank by itself
-
-
-@settings(deadline=None, max_examples=20)
-@given(seed=st.integers(0, 2**30), config=st.sampled_from([PAPER, MEASURED]))
-def test_ranks_that_plan_alone_hold_the_same(seed: int, config: AMOConfig) -> None:
-    """From agreed numbers, the registry in any order: state and schedules have equal digests."""
-    generator, texts = random.Random(seed), set()
-    ells = {m.name: 10 ** generator.uniform(-9, 0) for m in REGISTRY}
-    for _ in range(3):
-        registry = generator.sample(REGISTRY, len(REGISTRY))
-        source = Amo(config)
-        source.bind(registry)
-        for step in (2, 4, 6):
-            rows = observed(source, {name: ells[name] for name in source.sample(step)})
-            source.record(step, dict(generator.sample([*rows.items()], len(rows))))
-        digests = {key: one.digest() for key, one in source.schedules(8).items()}
-        texts.add(to_text({"source": source.state(), "schedules": digests}))
-    assert len(texts) == 1
-
-
 # ---------------------------------------------------------------- fixed schedules
 
 
@@ -286,7 +265,7 @@ def resumed(source: Amo, taken: int, config: AMOConfig, binds_first: bool) -> Am
     assert isinstance(state.source, Amo)
     assert state.source.config == state.config
     if not binds_first:
-        state.source.bind(REGISTRY)
+        state.source.bind(REGISTRY[::-1])  # in any order
     return state.source
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from amo_dist.engine.observe import coefficient_table
-from amo_dist.kernels import spectrum as module
 from amo_dist.kernels.spectrum import (
     SMALL,
     distances,
@@ -150,18 +149,6 @@ def test_float32_and_the_transpose_have_the_same_bits(shape: tuple[int, int]) ->
     assert torch.equal(x, before)
     if shape[0] == 1:
         assert expected[0].item() == pytest.approx(1.0, rel=1e-14)  # rounding of float64
-
-
-def test_chunks_and_padding_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    sigma = random(1, 257)[0].abs().clamp(max=1)
-    found = distances(sigma, TABLE)
-    for size in (1, 2 * 257, 24 * 257):
-        monkeypatch.setattr(module, "_CHUNK", size)
-        assert torch.equal(distances(sigma, TABLE), found)
-    for index in (0, 7, 24):
-        alone = distances(sigma, coefficient_table([SCHEDULES[index]]))
-        assert torch.equal(alone, found[index : index + 1])
-    assert distances(sigma, coefficient_table([])).shape == (0,)
 
 
 def broken(*args: object, **options: object) -> Tensor:
