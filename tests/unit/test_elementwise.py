@@ -33,10 +33,6 @@ def tensors(dtype: torch.dtype, seed: int) -> list[Tensor]:
     return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
 
 
-def cut(whole: Tensor, pieces: list[int]) -> list[Tensor]:
-    return [piece.clone() for piece in whole.split(pieces)]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_nesterov_is_rounded_once_into_given_places(dtype: torch.dtype) -> None:
     # Columns of a wider matrix, larger than what CPU takes at once, and a flat buffer.
@@ -48,19 +44,6 @@ def test_nesterov_is_rounded_once_into_given_places(dtype: torch.dtype) -> None:
     expected = (buffer * MOMENTUM + grad).to(dtype)
     assert all(torch.equal(place, expected) for place in places)
     assert wide[:, :30].count_nonzero() == wide[:, 160:].count_nonzero() == 0
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("update_dtype", [torch.bfloat16, torch.float32])
-def test_half_precision_parameters_are_rounded_once(
-    dtype: torch.dtype, update_dtype: torch.dtype
-) -> None:
-    params, updates = tensors(dtype, 0), tensors(update_dtype, 1)
-    masters = [w.float() for w in params]
-    apply_update(params, updates, lr=1e-2, weight_decay=0.1, scales=[2.0] * len(params))
-    wide = [x.float() for x in updates]
-    apply_update(masters, wide, lr=1e-2, weight_decay=0.1, scales=[2.0] * len(params))
-    assert all(torch.equal(w, m.to(dtype)) for w, m in zip(params, masters, strict=True))
 
 
 def test_mixed_dtypes_in_one_list() -> None:
@@ -90,34 +73,6 @@ def test_tensor_learning_rate_gives_the_bits_of_a_float(
                 by_float, updates, lr=value.item(), weight_decay=weight_decay, scales=scales
             )
             assert all(torch.equal(a, b) for a, b in zip(by_tensor, by_float, strict=True))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("pieces", [[1, 100], [37, 0, 64], [8, 92, 1], [50, 51]])
-def test_shards_have_the_bits_of_the_whole(dtype: torch.dtype, pieces: list[int]) -> None:
-    # 3 columns: shards end inside a SIMD register, where a fused multiply-add of the vectorised
-    # body and a scalar tail would differ.
-    generator = torch.Generator().manual_seed(0)
-    size = (sum(pieces), 3)
-    buffer = torch.randn(size, generator=generator).to(dtype)
-    w = torch.randn(size, generator=generator).to(dtype)
-    grad = torch.randn(size, generator=generator).to(dtype)
-    update = torch.randn(size, generator=generator).bfloat16()
-    shards = [cut(t, pieces) for t in (buffer, w, grad, update)]
-
-    update_momentum([buffer], [grad], MOMENTUM)
-    ahead = torch.empty(size)
-    nesterov([buffer], [grad], MOMENTUM, [ahead])
-    apply_update([w], [update], lr=1e-3, weight_decay=0.1, scales=[3.3])
-    buffers, params, grads, updates = shards
-    update_momentum(buffers, grads, MOMENTUM)
-    aheads = [torch.empty(shard.shape) for shard in grads]
-    nesterov(buffers, grads, MOMENTUM, aheads)
-    apply_update(params, updates, lr=1e-3, weight_decay=0.1, scales=[3.3] * len(params))
-
-    assert torch.equal(torch.cat(buffers), buffer)
-    assert torch.equal(torch.cat(aheads), ahead)
-    assert torch.equal(torch.cat(params), w)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter, defaultdict
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from amo_dist.distributed.layout import Matrix
 from amo_dist.distributed.plan import Job, assign, load_by_rank
 from tests.layouts import Model, build, models
 
@@ -52,30 +50,6 @@ def test_balanced_is_never_worse_than_round_robin(model: Model, data: st.DataObj
     dealt = assign(model.matrices, costs)
     balanced = assign(model.matrices, costs, ownership="balanced")
     assert greatest(balanced, costs) <= greatest(dealt, costs)
-
-
-@few
-@given(st.lists(models(max_ranks=8), min_size=2, max_size=4), st.data(), OWNERSHIP)
-def test_what_a_set_of_ranks_gets_follows_from_its_matrices_alone(
-    parts: list[Model], data: st.DataObject, ownership: str
-) -> None:
-    """Ranks that share one set may know different others, disjoint from it or not."""
-    by_ranks: dict[tuple[int, ...], list[Matrix]] = defaultdict(list)
-    for number, part in enumerate(parts):
-        for matrix in part.matrices:
-            renamed = dataclasses.replace(matrix, name=f"{number}.{matrix.name}")
-            by_ranks[tuple(sorted(matrix.ranks))].append(renamed)
-    matrices = data.draw(st.permutations([m for found in by_ranks.values() for m in found]))
-    costs = draw_costs(data, len(matrices))
-    cost_by_name = {m.name: cost for m, cost in zip(matrices, costs, strict=True)}
-    together = assign(matrices, costs, ownership=ownership)
-    for ranks in by_ranks:
-        here = [matrix for matrix in matrices if tuple(sorted(matrix.ranks)) == ranks]
-        alone = assign(here, [cost_by_name[m.name] for m in here], ownership=ownership)
-        found = [job for job in together if tuple(sorted(matrices[job.matrix].ranks)) == ranks]
-        assert [(matrices[job.matrix].name, job.owner) for job in found] == [
-            (here[job.matrix].name, job.owner) for job in alone
-        ]
 
 
 def test_a_matrix_goes_to_a_rank_that_holds_it_whole() -> None:
