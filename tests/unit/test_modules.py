@@ -109,12 +109,6 @@ def test_a_convolution_of_bfloat16_is_rounded_as_the_matrix_that_it_is(how: str)
     assert torch.equal(*params)
 
 
-@pytest.mark.parametrize("conv", [nn.Conv1d, nn.Conv3d])
-def test_depthwise_convolutions_and_those_outside_of_blocks_go_to_adamw(conv: Any) -> None:
-    assert views_of(within("blocks.0.conv", conv(8, 8, 3, groups=8)), flatten_conv=True) == {}
-    assert views_of(within("stem", conv(8, 16, 3)), flatten_conv=True) == {}
-
-
 def attention(**shapes: tuple[int, int]) -> nn.Module:
     module = nn.Module()
     for name, (rows, columns) in shapes.items():
@@ -181,19 +175,6 @@ def test_parametrized_and_saved_modules_keep_their_names() -> None:
     assert list(views) == ["layers.0.self_attn.q_proj.weight"]
     odd = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8, bias=False))
     assert list(views_of(within("layers.0.odd", odd), unknown="matrix")) == ["layers.0.odd.weight"]
-
-
-def test_no_decay_of_norms_biases_and_embeddings_by_one_flag() -> None:
-    model = nn.Module()
-    model.table = nn.Embedding(8, 4)
-    model.layers = nn.ModuleList([attention(q_proj=(4, 4))])
-    model.layers[0].norm = nn.LayerNorm(4)
-    model.head = nn.Linear(4, 8)
-    patterns = {r".*q_proj\.weight": "attn_q"}
-    groups = param_groups(model, patterns=patterns, no_decay=True)
-    undecayed = {n for g in groups if g.get("weight_decay") == 0 for n, _ in g["params"]}
-    norm = {"layers.0.norm.weight", "layers.0.norm.bias"}
-    assert undecayed == {"table.weight", *norm, "head.bias"}
 
 
 def test_a_tied_parameter_is_named_in_the_error() -> None:

@@ -89,8 +89,8 @@ def installed(monkeypatch: pytest.MonkeyPatch, device: Device) -> StandIn:
 @pytest.mark.parametrize(
     ("shape", "is_taken"),
     [
-        *[((16, 48), True), ((48, 16), True), ((16, 16), True), ((136, 400), True)],
-        *[((8, 48), False), ((20, 48), False), ((48, 20), False), ((16, 44), False)],
+        *[((48, 16), True), ((16, 16), True), ((136, 400), True)],
+        *[((8, 48), False), ((20, 48), False), ((16, 44), False)],
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -84,21 +84,13 @@ def test_errors_are_those_of_a_decomposition(kind: str, kappa: float, m: int, n:
 
 
 @pytest.mark.parametrize("n", [M, 3 * M])
-@pytest.mark.parametrize("kind", ["zero_rows", "equal_rows", "low_rank", "all_equal"])
-def test_directions_that_are_zero_count_one(n: int, kind: str) -> None:
-    x, rank = random(M, n), M - 9
-    if kind == "zero_rows":
-        x[:9] = 0
-    elif kind == "equal_rows":
-        x[:9] = x[9:18]
-    elif kind == "low_rank":
-        x, rank = x[:, :30].abs() @ x[:30].abs(), 30  # one value far above the rest
-    else:
-        x, rank = torch.full_like(x, math.pi), 1
+def test_directions_that_are_zero_count_one(n: int) -> None:
+    x = random(M, n)
+    x = x[:, :30].abs() @ x[:30].abs()  # one value far above the rest
     sigma = singular_values(x)
-    assert int((sigma > 0).sum()) == rank
+    assert int((sigma > 0).sum()) == 30
     unit = sigma / (1.01 * sigma.norm())
-    expected = (slow_distances(unit[:rank]) * rank + (M - rank)) / M
+    expected = (slow_distances(unit[:30]) * 30 + (M - 30)) / M
     assert_agrees(distances(unit, TABLE), expected)
 
 

@@ -223,19 +223,6 @@ def test_a_flattened_state_is_refused_with_what_to_do() -> None:
 # ---------------------------------------------------------------- groups and schedulers
 
 
-def test_strides_of_parameters_change_no_bit() -> None:
-    found = []
-    for is_strided in (False, True):
-        model, optimizer = runs.make(kind=Muon)
-        if is_strided:
-            for param in model.parameters():
-                param.data = param.data.mT.contiguous().mT if param.dim() == 2 else param.data
-        runs.train(model, optimizer, 1, 6)
-        found.append(model)
-    assert not found[1].get_parameter(runs.WQ).is_contiguous()
-    assert runs.same(*found)
-
-
 SCHEDULES: dict[str, Callable[[Muon], Any]] = {
     "multiplicative": lambda own: schedules.MultiplicativeLR(own, lambda _: 0.9),
     "cyclic": lambda own: schedules.CyclicLR(own, 1e-3, 1e-2, 2),
