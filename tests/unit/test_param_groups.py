@@ -107,27 +107,18 @@ def test_no_decay_and_multipliers_split_the_groups() -> None:
         no_decay=[r".*norm\.weight", r".*bias"],
         lr_multipliers={r"layers\.1\..*": 0.5, r"tok_.*": 2, r".*wq.*": 3.0},
     )
+    options = ("algorithm", "weight_decay", "lr_multiplier")
     found = [
-        (
-            group["algorithm"],
-            group.get("weight_decay"),
-            group.get("lr_multiplier"),
-            [name for name, _ in group["params"]],
-        )
+        (*map(group.get, options), " ".join(name for name, _ in group["params"]))
         for group in groups
     ]
     assert found == [
-        ("muon", None, None, ["layers.0.feed_forward.w1.weight"]),
-        (
-            "muon",
-            None,
-            0.5,
-            ["layers.1.attention.wq.weight", "layers.1.feed_forward.w1.weight"],
-        ),
-        ("muon", None, 3.0, ["layers.0.attention.wq.weight"]),
-        ("adamw", None, 2.0, ["tok_embeddings.weight"]),
-        ("adamw", 0.0, None, ["norm.weight"]),
-        ("adamw", 0.0, 3.0, ["layers.0.attention.wq.bias"]),
+        ("muon", None, None, "layers.0.feed_forward.w1.weight"),
+        ("muon", None, 0.5, "layers.1.attention.wq.weight layers.1.feed_forward.w1.weight"),
+        ("muon", None, 3.0, "layers.0.attention.wq.weight"),
+        ("adamw", None, 2.0, "tok_embeddings.weight"),
+        ("adamw", 0.0, None, "norm.weight"),
+        ("adamw", 0.0, 3.0, "layers.0.attention.wq.bias"),
     ]
     for group in groups[:3]:
         assert list(group["matrix_views"]) == [name for name, _ in group["params"]]

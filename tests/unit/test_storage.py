@@ -219,31 +219,29 @@ def test_a_checkpoint_is_written_over(tmp_path: Path) -> None:
     save(folder, state(2.0), sums=True)
     assert (folder / CHECKSUMS).read_text() != first
     assert find_damage(folder) == ""
-    with (
-        mock.patch.object(FileSystemWriter, "write_data", side_effect=OSError("killed")),
-        pytest.raises(CheckpointException, match="killed"),
-    ):
-        save(folder, state(3.0), sums=True)
-    assert not (folder / ".metadata").exists()  # as one that was cut short
 
 
-def test_a_kill_after_the_metadata_leaves_checksums_of_the_rest(tmp_path: Path) -> None:
-    stock = FileSystemWriter.finish
+@pytest.mark.parametrize(("method", "is_whole"), [("write_data", False), ("finish", True)])
+def test_a_kill_leaves_metadata_last_and_checksums_before(
+    tmp_path: Path, method: str, is_whole: bool
+) -> None:
+    stock = getattr(FileSystemWriter, method)
 
-    def finish(*args: Any) -> None:
+    def killed(*args: Any) -> None:
         stock(*args)
         raise OSError("killed")
 
-    folder = tmp_path / "killed"
+    folder = save(tmp_path / "killed", state(1.0), sums=True)
     with (
-        mock.patch.object(FileSystemWriter, "finish", finish),
+        mock.patch.object(FileSystemWriter, method, killed),
         pytest.raises(CheckpointException, match="killed"),
     ):
-        save(folder, state(1.0), sums=True)
-    assert (folder / ".metadata").exists()
-    assert find_damage(folder) == ""
-    (folder / SHARD).write_bytes(flip((folder / SHARD).read_bytes()))
-    assert find_damage(folder) == f"{SHARD} has other bytes than were written"
+        save(folder, state(2.0), sums=True)
+    assert (folder / ".metadata").exists() == is_whole
+    if is_whole:
+        assert find_damage(folder) == ""
+        (folder / SHARD).write_bytes(flip((folder / SHARD).read_bytes()))
+        assert find_damage(folder) == f"{SHARD} has other bytes than were written"
 
 
 def test_nothing_else_unpickles() -> None:

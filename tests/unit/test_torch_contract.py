@@ -164,13 +164,9 @@ def with_names(optimizer: Muon, state: dict[str, Any]) -> None:
         group["param_names"] = [next(names) for _ in group["params"]]
 
 
-def without(*keys: str) -> Callable[[Muon, dict[str, Any]], None]:
-    def drop(optimizer: Muon, state: dict[str, Any]) -> None:
-        for group in state["param_groups"]:
-            for key in keys:
-                del group[key]
-
-    return drop
+def without_keys(optimizer: Muon, state: dict[str, Any]) -> None:
+    for group in state["param_groups"]:
+        del group["lr_multiplier"], group["eps"], group["lr"]
 
 
 def with_whole_steps(optimizer: Muon, state: dict[str, Any]) -> None:
@@ -179,9 +175,7 @@ def with_whole_steps(optimizer: Muon, state: dict[str, Any]) -> None:
             own["step"] = own["step"].item()
 
 
-@pytest.mark.parametrize(
-    "change", [with_names, without("lr_multiplier", "eps"), without("lr"), with_whole_steps]
-)
+@pytest.mark.parametrize("change", [with_names, without_keys, with_whole_steps])
 @pytest.mark.parametrize("kind", [AMO, NorMuon])
 def test_a_state_of_another_form_goes_on_alike(
     kind: type[Muon], change: Callable[[Muon, dict[str, Any]], None]
@@ -190,20 +184,13 @@ def test_a_state_of_another_form_goes_on_alike(
     runs.train(model, optimizer)
     state = copy.deepcopy(optimizer.state_dict())
     change(optimizer, state)
-    expected = copy.deepcopy((model, optimizer))
-    runs.train(*expected, 4, 6)
-    for names_before in (False, True):
-        twin, other = runs.make(kind=kind)
-        twin.load_state_dict(model.state_dict())
-        if names_before:
-            for group in other.param_groups:
-                group["param_names"] = ["another"] * len(group["params"])
-        other.load_state_dict(state)
-        runs.train(twin, other, 4, 6)
-        other.load_state_dict(other.state_dict())
-        assert runs.same(expected[0], twin)
-        is_named = names_before or change is with_names
-        assert all(("param_names" in group) == is_named for group in other.param_groups)
+    twin, other = runs.make(kind=kind)
+    twin.load_state_dict(model.state_dict())
+    other.load_state_dict(state)
+    assert runs.equal(runs.train(twin, other, 4, 6), runs.train(model, optimizer, 4, 6))
+    other.load_state_dict(other.state_dict())
+    has_names = change is with_names
+    assert all(("param_names" in group) == has_names for group in other.param_groups)
 
 
 def test_a_flattened_state_is_refused_with_what_to_do() -> None:
