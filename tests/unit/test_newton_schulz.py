@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from amo_dist.config import Triple
+from amo_dist.kernels import newton_schulz
 from amo_dist.kernels.newton_schulz import orthogonalize
 from amo_dist.schedule.coefficients import named_schedule
 from tests.unit.test_cans_guard import PRINTED as CANS
@@ -85,6 +86,13 @@ def test_powers_of_two_change_no_bit(exponent: int, preconditioner: str) -> None
         assert torch.equal(found, expected)
 
 
+@pytest.fixture(params=["devices", "cpu"])
+def each_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Devices scale a batch in one pass."""
+    monkeypatch.setattr(newton_schulz, "on_cpu", lambda _: request.param == "cpu")
+
+
+@pytest.mark.usefixtures("each_path")
 @pytest.mark.parametrize("scale", [1e-45, 1e-40, 1e-30, 1e-20, 1e17, 1e30, 3e37])
 @pytest.mark.parametrize("preconditioner", ["frobenius", "aol"])
 def test_extreme_entries(scale: float, preconditioner: str) -> None:
@@ -97,6 +105,7 @@ def test_extreme_entries(scale: float, preconditioner: str) -> None:
     assert (found * (x.double() / scale)).sum() > 0
 
 
+@pytest.mark.usefixtures("each_path")
 def test_largest_bfloat16_entries() -> None:
     x = torch.full((3, 5), torch.finfo(torch.bfloat16).max, dtype=torch.bfloat16)
     found = orthogonalize(x, KJ).float()
@@ -135,6 +144,7 @@ def test_strides_change_no_bit(dtype: torch.dtype) -> None:
     assert torch.equal(orthogonalize(x.mT.contiguous().mT, KJ, dtype=dtype), expected)
 
 
+@pytest.mark.usefixtures("each_path")
 @pytest.mark.parametrize("preconditioner", ["frobenius", "aol"])
 @pytest.mark.parametrize("eps", [0.0, 1e-7])
 def test_zeros_stay_and_non_finite_entries_spoil_their_matrix_alone(
