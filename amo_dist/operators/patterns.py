@@ -42,9 +42,11 @@ CONVOLUTION = "convolution"
 BY_PATTERN = "by your pattern"
 """Reason of a parameter that one of the user's patterns matches."""
 
-# torch.compile, activation checkpointing, FSDP; PEFT's layers and copies.
+# torch.compile, activation checkpointing, FSDP; PEFT's layers and copies; parametrizations, whose
+# weight_norm keeps the direction in ``original1`` and the magnitude in ``original0``.
 _WRAPPERS = re.compile(
     r"(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module|base_layer|modules_to_save\.\w+)\."
+    r"|parametrizations\.(?=\w+\.original)|(?<=\w)\.original1?$"
 )
 _BLOCK = re.compile(r"(?:^|\.)(?:\w*(?:layers?|blocks?)|h|layer\d|stages?|conformer)\.\d+\.")
 
@@ -111,6 +113,7 @@ _AS_ONE = (*_INTERLEAVED, "expert_gate_up", "ssm_in")
 _ADAMW_NAMES: _Table = (
     # PEFT's LoRA, VeRA, AdaLoRA, LoHa, LoKr, IA3, OFT, BOFT, HRA.
     (r"(?:(?:lora|vera|hada|lokr|ia3|oft|boft|hra)_|\w*_adapter_list\.)\w+(?:\..*)?", "adapter"),
+    (r"\w+\.original0", "magnitude"),
     (r"relative_attention_bias\.weight|\w*bias_table|rel_pos_\w+", "relative positions"),
     (r"(?:continuous_position_bias|cpb)_mlp\..*", "relative positions"),
     (r"(?:.*_)?bias(?:_[A-Z]+)?", "bias"),

@@ -94,5 +94,5 @@ def test_the_newest_complete_checkpoint_of_a_run_is_found(tmp_path: Path) -> Non
     assert find_checkpoint(folder / "step-20") == folder / "step-20"
     (tmp_path / "third" / "step-300").mkdir(parents=True)
     (tmp_path / "third" / "step-300" / ".metadata").touch()
-    with pytest.raises(ValueError, match="of any name and .*third"):
+    with pytest.raises(ValueError, match=r"of any name and .*third"):
         find_checkpoint(tmp_path)

@@ -65,32 +65,15 @@ def test_singular_values_stay_bounded(
 
 
 def test_without_the_guard_they_diverge() -> None:
-    found = [
-        largest(torch.stack([spiked(*shape, seed) for seed in range(50)]), PRINTED)
-        for shape in SHAPES[:-1]
-    ]
-    # Measured: 1e6 and more for three of them; on other machines sums round otherwise.
-    assert max(found) > 10
-
-
-def test_the_worst_that_was_found() -> None:
     x = torch.tensor(WORST)
+    assert largest(x, PRINTED) > 10  # measured: 1e6 and more
     for backend in ("auto", "standard", "gram"):
         assert largest(x, GUARDED.coefficients, backend) < BOUND
 
 
 def test_each_step_after_the_first_bears_a_larger_input() -> None:
-    guard = CANS_GUARD
     assert GUARDED.coefficients[0] == PRINTED[0]
-    greatest, lifted = 1 / GUARDED.norm_scale, 1 / GUARDED.norm_scale
-    for step, (triple, printed) in enumerate(zip(GUARDED.coefficients, PRINTED, strict=True)):
-        if step:
-            # The same polynomial of an input that is smaller by the guard.
-            assert evaluate(triple, 0.7) == pytest.approx(evaluate(printed, 0.7 / guard), rel=1e-14)
-            lifted *= guard
-        points = [i / 4000 for i in range(4001)]
-        greatest = max(abs(evaluate(triple, greatest * point)) for point in points)
-        lifted = max(abs(evaluate(triple, lifted * point)) for point in points)
-        # No more than the peak inside of the interval, to which the ends are equal within 6e-3.
-        assert lifted == pytest.approx(greatest, rel=1e-2)
-    assert greatest < 1.12
+    for triple, printed in zip(GUARDED.coefficients[1:], PRINTED[1:], strict=True):
+        # The same polynomial of an input that is smaller by the guard.
+        expected = evaluate(printed, 0.7 / CANS_GUARD)
+        assert evaluate(triple, 0.7) == pytest.approx(expected, rel=1e-14)

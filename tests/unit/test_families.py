@@ -139,3 +139,4 @@ def test_parts_of_fused_experts(shapes: SHAPES, expected: tuple[str, object]) ->
     assert views is not None
     assert views[0].boxes is not None
     assert (views[0].operator_type, views[0].boxes[0]) == expected
+    assert views[0].dim == (shapes[GATE_UP] == (2, 8, 12))  # outputs are columns

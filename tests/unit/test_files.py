@@ -23,12 +23,6 @@ def test_a_file_is_replaced_and_a_link_keeps_its_target(tmp_path: Path) -> None:
     assert not Path(os.devnull).is_file()
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_a_full_disk_is_named_with_the_file() -> None:
-    with pytest.raises(OSError, match=r"No space left on device: '/dev/full'"):
-        files.replace(Path("/dev/full"), "text")
-
-
 def test_a_failed_write_leaves_what_was_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,19 +25,6 @@ def numbered(shape: tuple[int, ...]) -> torch.Tensor:
 
 
 @few
-@given(models())
-def test_the_regions_of_each_replica_partition_each_tensor(model: Model) -> None:
-    for layout in model.tensors:
-        whole = numbered(layout.shape)
-        assert sorted(rank for replica in layout.replicas for rank in replica) == sorted(
-            model.ranks
-        )
-        for replica in layout.replicas:
-            held = torch.cat([local_tensor(layout, whole, rank).flatten() for rank in replica])
-            assert held.sort().values.tolist() == list(range(whole.numel()))
-
-
-@few
 @given(models(kinds=IN_ORDER))
 def test_local_shapes_and_offsets_are_torchs(model: Model) -> None:
     coordinates = {int(rank): (model.mesh == rank).nonzero()[0].tolist() for rank in model.ranks}

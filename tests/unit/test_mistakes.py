@@ -15,8 +15,6 @@ from torch import nn
 
 from amo_dist import (
     AMO,
-    ROOT,
-    AdaMuon,
     AMOConfig,
     Muon,
     MuonConfig,
@@ -29,7 +27,6 @@ from amo_dist.engine.ballot import Ballots
 from tests import runs
 from tests.distributed import models
 from tests.memory import peak_bytes
-from tests.operators import pasted
 
 WQ = runs.WQ
 
@@ -74,19 +71,9 @@ SCALES = "adjust_lr: found 'original' with .*Rule, which scales"
         (lambda: Muon(groups(), config=CONFIG), "config: found a dict, .*MuonConfig"),
         (lambda: AMO(groups(), momentum=0.9), r"'momentum'.*config=AMOConfig"),
         *((partial(MuonConfig, **{name: value}), f"{name}: found") for name, value in BAD.items()),
-        *(
-            (lambda kind=kind: kind(groups(), config=MuonConfig(adjust_lr="original")), SCALES)
-            for kind in (AdaMuon, NorMuon)
-        ),
-        (partial(MuonConfig, momentun=0.9), "MuonConfig.*'momentun'"),
+        (lambda: NorMuon(groups(), config=MuonConfig(adjust_lr="original")), SCALES),
         (partial(AMOConfig, observe_untill=8), "AMOConfig.*'observe_untill'"),
-        (lambda: make_optimizer(None, groups()), "name: found None, expected one of"),
         (lambda: make_optimizer("Muon-XY", groups()), "name: found 'Muon-XY', .* 'AdamW', 'Muon'"),
-        (lambda: make_optimizer("AMO", groups(), config=MuonConfig()), "config: .*AMOConfig"),
-        (
-            lambda: make_optimizer("Muon-PE", groups(), config=AMOConfig()),
-            "config: found AMOConfig for Muon-PE, expected",
-        ),
         (
             lambda: make_optimizer("AdamW", groups(), config=MuonConfig()),
             "config: found MuonConfig for AdamW, expected",
@@ -96,30 +83,22 @@ SCALES = "adjust_lr: found 'original' with .*Rule, which scales"
             r"groups\[0\]\.lr_multiplier: found -1.0",
         ),
         (lambda: AMO(groups(), schedule="kj"), "schedule"),
-        (lambda: ROOT(groups(), schedule="kj"), "schedule"),
         (
             lambda: Muon(param_groups(nn.Linear(8, 8))),
             "params: .*allow_no_matrices",
         ),
         (lambda: Muon([]), "params: .*param_groups"),
-        (lambda: Muon(nn.Linear(2, 2).parameters()), "params: .*param_groups"),
         (lambda: Muon([PARAM]), "params: .*param_groups"),
         (lambda: Muon([{"params": [PARAM]}]), "params: found dict without 'algorithm'"),
         (lambda: Muon([lone(algorithm="sgd")]), "algorithm: found 'sgd'"),
         (lambda: Muon([lone(params=[PARAM])]), "params: .*pairs"),
-        (lambda: Muon([lone(params=[])]), "params: .*pairs"),
         (lambda: Muon([lone(matrix_views={})]), f"{WQ}: found no matrix view"),
         (lambda: Muon([lone(), lone()]), f"params: found {WQ} more than once"),
         (lambda: Muon([{**adamw(PARAM)[0], "params": [("a", PARAM), ("b", PARAM)]}]), "a and as b"),
         (lambda: Muon([lone(params=[(WQ, PARAM * 1)])]), "non-leaf"),
         (lambda: Muon(adamw(ones(3, 3, dtype=torch.int32))), "a: found"),
-        (lambda: Muon(adamw(torch.ones(3, 3).to_sparse())), "a: found"),
         (lambda: Muon(adamw(ones(3, device="meta"))), "a: found a meta"),
         (lambda: Muon(adamw([1.0])), "a: found list"),
-        (
-            lambda: Muon(adamw(ones(8).to(torch.float8_e4m3fn))),
-            "a: found dtype torch.float8_e4m3fn",
-        ),
         (
             lambda: Muon(param_groups(models.plain_model(runs.SHAPES).half())),
             "eps: found 1e-08, .* float16, the dtype of tok",
@@ -229,33 +208,3 @@ def test_master_weights_are_lent_in_parts(monkeypatch: pytest.MonkeyPatch) -> No
 def test_observations_fit_the_horizon(until: int, interval: int) -> None:
     config = AMOConfig(observe_until=until)
     assert config.interval == config.to_dict()["observe_every"] == interval
-
-
-# ---------------------------------------------------------------- patterns to paste
-
-
-def patterns_of(call: Callable[[], object]) -> dict[str, Any]:
-    """The patterns that an error has to paste."""
-    with pytest.raises(ValueError, match=r"found .* matri") as error:
-        call()
-    patterns: dict[str, Any] = pasted(str(error.value))
-    return patterns
-
-
-@pytest.mark.parametrize(
-    ("model", "types"),
-    [
-        (nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)), {"matrix"}),
-        (nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3)), {"matrix"}),
-        (
-            nn.ModuleDict(
-                {"rnn": nn.LSTM(8, 8), "embed": nn.Embedding(9, 8), "head": nn.Linear(8, 9)}
-            ),
-            {"rnn_weight_ih_l0", "rnn_weight_hh_l0"},
-        ),
-    ],
-    ids=["mlp", "convolutions", "lstm"],
-)
-def test_a_model_without_blocks_gets_patterns_to_paste(model: nn.Module, types: set[str]) -> None:
-    found = patterns_of(lambda: Muon(param_groups(model)))
-    assert set(Muon(param_groups(model, patterns=found)).operator_types) == types

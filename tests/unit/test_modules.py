@@ -71,20 +71,10 @@ def test_outputs_of_conv1d_are_columns(kind: type[Muon], patterns: dict[str, str
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)  # sums in another order
 
 
-def test_outputs_of_experts_stored_by_inputs_are_columns() -> None:
-    experts = nn.Module()
-    experts.gate_up_proj = nn.Parameter(torch.randn(2, 8, 24))
-    experts.down_proj = nn.Parameter(torch.randn(2, 12, 8))
-    views = views_of(within("layers.0.feed_forward.experts", experts))
-    assert {view.dim for own in views.values() for view in own} == {1}
-    assert [len(own) for own in views.values()] == [4, 2]
-
-
 @pytest.mark.parametrize("kind", [Muon, NorMuon])
 @pytest.mark.parametrize(
     ("module", "rows"),
     [
-        (nn.Conv1d(8, 16, 3, bias=False), 16),
         (nn.Conv2d(8, 16, 3, bias=False), 16),
         (nn.Conv3d(4, 16, 2, bias=False), 16),
         (nn.ConvTranspose1d(16, 8, 3, bias=False), 16),
@@ -117,12 +107,6 @@ def test_a_convolution_of_bfloat16_is_rounded_as_the_matrix_that_it_is(how: str)
             optimizer.step()
         params.append(next(model.parameters()).detach().flatten(1))
     assert torch.equal(*params)
-
-
-@pytest.mark.parametrize("conv", [nn.Conv1d, nn.Conv3d])
-def test_depthwise_convolutions_and_those_outside_of_blocks_go_to_adamw(conv: Any) -> None:
-    assert views_of(within("blocks.0.conv", conv(8, 8, 3, groups=8)), flatten_conv=True) == {}
-    assert views_of(within("stem", conv(8, 16, 3)), flatten_conv=True) == {}
 
 
 def attention(**shapes: tuple[int, int]) -> nn.Module:
@@ -176,22 +160,21 @@ def test_linear_attention_in_one_projection() -> None:
     assert [view.operator_type for view in heads].count("attn_v") == 4
 
 
-@pytest.mark.parametrize(
-    "field",
-    ["hada_w1_a", "lokr_w2", "lora_E", "ia3_l", "oft_R", "boft_s", "hra_u", "vera_lambda_b"],
-)
-def test_adapters_go_to_adamw(field: str) -> None:
+def test_adapters_go_to_adamw() -> None:
     module = nn.Module()
-    setattr(module, field, nn.ParameterDict({"default": torch.randn(4, 8)}))
+    for field in ("hada_w1_a", "lokr_w2", "lora_E", "ia3_l", "oft_R", "boft_s", "hra_u"):
+        setattr(module, field, nn.ParameterDict({"default": torch.randn(4, 8)}))
     module.base_layer = nn.Linear(8, 8, bias=False)
     views = views_of(within("layers.0.self_attn.q_proj", module))
     assert list(views) == ["layers.0.self_attn.q_proj.weight"]
 
 
-def test_saved_modules_keep_their_names() -> None:
-    linear = nn.Linear(8, 8, bias=False)
+def test_parametrized_and_saved_modules_keep_their_names() -> None:
+    linear = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8, bias=False))
     views = views_of(within("layers.0.self_attn.modules_to_save.default.q_proj", linear))
     assert list(views) == ["layers.0.self_attn.q_proj.weight"]
+    odd = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8, bias=False))
+    assert list(views_of(within("layers.0.odd", odd), unknown="matrix")) == ["layers.0.odd.weight"]
 
 
 def test_no_decay_of_norms_biases_and_embeddings_by_one_flag() -> None:

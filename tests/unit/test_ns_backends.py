@@ -88,27 +88,6 @@ def test_every_backend_agrees_with_the_loop_of_single_steps(
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_devices_scale_momentum_in_one_pass(dtype: torch.dtype) -> None:
-    # Every size that the dtype has, from the least number to the greatest; a zero matrix; NaN.
-    x = torch.randn(6, 9, 20, generator=torch.Generator().manual_seed(0)).clamp_(-1, 1)
-    limits = torch.finfo(dtype)
-    least = limits.smallest_normal * limits.eps
-    sizes = [2 * least, 1e-38, 1e-20, 1.0, 1e30, 3.3e38]
-    x = torch.stack([matrix.double() * size for matrix, size in zip(x, sizes, strict=True)])
-    x = torch.cat([x.to(dtype), torch.zeros(2, 9, 20, dtype=dtype)])
-    x[-1, 2, 3] = torch.nan
-    expected, _ = module.first_iterate(x, 1.01, "frobenius", torch.bfloat16, 1e-7)
-    with mock.patch.object(module, "on_cpu", return_value=False):
-        found, known = module.first_iterate(x, 1.01, "frobenius", torch.bfloat16, 1e-7)
-    assert known is None
-    assert found.dtype == torch.bfloat16
-    assert found[-1].isnan().all()
-    # A quotient is rounded in another dtype before it is rounded to bfloat16: to a neighbour.
-    torch.testing.assert_close(found[:-1], expected[:-1], rtol=2**-7, atol=0)
-    assert expected[:-2].abs().amax(dim=(-2, -1)).min() > 0.05
-
-
 class Float64Copies(TorchDispatchMode):
     """Sizes of the tensors that a reduction in float64 would copy on a device."""
 
@@ -131,40 +110,35 @@ def test_devices_copy_no_batch_in_float64() -> None:
     assert max(copies.sizes, default=0) <= len(x)
 
 
-def chosen(
-    m: int, n: int, dtype: torch.dtype, device: str = "cpu", backend: str = "auto"
-) -> tuple[int, ...]:
-    return step_sizes(backend, (m, n), KJ, dtype, torch.device(device))
+SINGLE, WIDE, NARROW = (1,) * 5, (2, 2, 1), (1, 2, 2)
+Sizes = tuple[int, ...]
 
 
-SINGLE = (1,) * 5
-NARROW = (torch.bfloat16, torch.float16)
-WIDE = (torch.float32, torch.float64)
-
-
-def test_auto_takes_pairs_where_they_save_time() -> None:
-    for dtype in WIDE:
-        assert chosen(1024, 3072, dtype) == chosen(3072, 1024, dtype) == (2, 2, 1)
-        assert chosen(64, 128, dtype) == (2, 2, 1)
-        assert chosen(1024, 2047, dtype) == chosen(1024, 1024, dtype) == SINGLE
-        assert chosen(63, 1024, dtype) == SINGLE
-        assert chosen(1024, 3072, dtype, "cuda") == chosen(1024, 3072, dtype, "meta") == SINGLE
-    for dtype in NARROW:
-        for device in ("cpu", "cuda", "meta"):
-            assert chosen(1024, 2560, dtype, device) == chosen(2560, 1024, dtype, device)
-            assert chosen(1024, 2560, dtype, device) == (1, 2, 2)
-            assert chosen(1024, 2559, dtype, device) == SINGLE
-        assert chosen(64, 1024, dtype) == chosen(128, 1024, dtype, "cuda") == (1, 2, 2)
-        assert chosen(63, 1024, dtype) == chosen(127, 1024, dtype, "cuda") == SINGLE
-
-
-def test_pairs_by_name_are_taken_for_every_aspect() -> None:
-    for dtype, sizes in {torch.float32: (2, 2, 1), torch.bfloat16: (1, 2, 2)}.items():
-        for device, least in {"cpu": 64, "cuda": 128}.items():
-            assert chosen(300, least, dtype, device, "gram") == sizes
-            assert chosen(300, 300, dtype, device, "gram") == sizes
-            assert chosen(300, least - 1, dtype, device, "gram") == SINGLE
-            assert chosen(128, 3000, dtype, device, "standard") == SINGLE
+@pytest.mark.parametrize(
+    ("backend", "device", "shape", "wide", "narrow"),
+    [
+        ("auto", "cpu", (1024, 3072), WIDE, NARROW),
+        ("auto", "cpu", (2560, 1024), WIDE, NARROW),
+        ("auto", "cpu", (1024, 2559), WIDE, SINGLE),
+        ("auto", "cpu", (1024, 2047), SINGLE, SINGLE),
+        ("auto", "cpu", (64, 1024), WIDE, NARROW),
+        ("auto", "cpu", (63, 1024), SINGLE, SINGLE),
+        ("auto", "cuda", (1024, 2560), SINGLE, NARROW),
+        ("auto", "cuda", (127, 1024), SINGLE, SINGLE),
+        # By name they are taken for every aspect.
+        ("gram", "cpu", (300, 64), WIDE, NARROW),
+        ("gram", "cpu", (300, 63), SINGLE, SINGLE),
+        ("gram", "cuda", (300, 128), WIDE, NARROW),
+        ("gram", "cuda", (300, 127), SINGLE, SINGLE),
+        ("standard", "cpu", (128, 3000), SINGLE, SINGLE),
+    ],
+)
+def test_pairs_are_taken_where_they_save_time(
+    backend: str, device: str, shape: tuple[int, int], wide: Sizes, narrow: Sizes
+) -> None:
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        found = step_sizes(backend, shape, KJ, dtype, torch.device(device))
+        assert found == (narrow if dtype.itemsize == 2 else wide)
 
 
 def test_a_pair_is_safe_where_later_steps_bear_its_rounding() -> None:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter, defaultdict
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from amo_dist.distributed.layout import Matrix
 from amo_dist.distributed.plan import Job, assign, load_by_rank
 from tests.layouts import Model, build, models
-from tests.ledger import sent_by_pair
 
 few = settings(max_examples=40, deadline=None)
 OWNERSHIP = st.sampled_from(["round_robin", "balanced"])
@@ -56,62 +52,8 @@ def test_balanced_is_never_worse_than_round_robin(model: Model, data: st.DataObj
     assert greatest(balanced, costs) <= greatest(dealt, costs)
 
 
-@few
-@given(st.integers(2, 12), st.data())
-def test_longest_first_takes_the_rank_with_the_least_work(ranks: int, data: st.DataObject) -> None:
-    count = data.draw(st.integers(1, 30))
-    model = build("fsdp", torch.arange(ranks), [(2 * ranks, 1)] * count)
-    costs = draw_costs(data, count)
-    loads = [0.0] * ranks
-    expected = {}
-    for index in sorted(range(count), key=lambda i: (-costs[i], model.matrices[i].name)):
-        rank = min(range(ranks), key=loads.__getitem__)
-        expected[index] = rank
-        loads[rank] += costs[index]
-    jobs = assign(model.matrices, costs, ownership="balanced")
-    dealt = assign(model.matrices, costs)
-    if max(loads) < greatest(dealt, costs):
-        assert {job.matrix: job.owner for job in jobs} == expected
-    else:
-        assert jobs == dealt
-
-
-@few
-@given(st.lists(models(max_ranks=8), min_size=2, max_size=4), st.data(), OWNERSHIP)
-def test_what_a_set_of_ranks_gets_follows_from_its_matrices_alone(
-    parts: list[Model], data: st.DataObject, ownership: str
-) -> None:
-    """Ranks that share one set may know different others, disjoint from it or not."""
-    by_ranks: dict[tuple[int, ...], list[Matrix]] = defaultdict(list)
-    for number, part in enumerate(parts):
-        for matrix in part.matrices:
-            renamed = dataclasses.replace(matrix, name=f"{number}.{matrix.name}")
-            by_ranks[tuple(sorted(matrix.ranks))].append(renamed)
-    matrices = data.draw(st.permutations([m for found in by_ranks.values() for m in found]))
-    costs = draw_costs(data, len(matrices))
-    cost_by_name = {m.name: cost for m, cost in zip(matrices, costs, strict=True)}
-    together = assign(matrices, costs, ownership=ownership)
-    for ranks in by_ranks:
-        here = [matrix for matrix in matrices if tuple(sorted(matrix.ranks)) == ranks]
-        alone = assign(here, [cost_by_name[m.name] for m in here], ownership=ownership)
-        found = [job for job in together if tuple(sorted(matrices[job.matrix].ranks)) == ranks]
-        assert [(matrices[job.matrix].name, job.owner) for job in found] == [
-            (here[job.matrix].name, job.owner) for job in alone
-        ]
-
-
 def test_a_matrix_goes_to_a_rank_that_holds_it_whole() -> None:
     # One row: torch.chunk gives it to the first rank.
     model = build("fsdp", torch.arange(4), [(1, 8), (8, 8), (1, 8)])
     owners = [job.owner for job in assign(model.matrices, [1.0] * 3)]
     assert owners == [0, 0, 0]
-
-
-@pytest.mark.parametrize("ownership", ["round_robin", "balanced"])
-def test_experts_sharded_on_their_first_dim_stay_where_they_are(ownership: str) -> None:
-    model = build("experts_0", torch.arange(4), [(8, 6, 5), (8, 5, 6)])
-    jobs = assign(model.matrices, [1.0] * 16, ownership=ownership)
-    assert sent_by_pair(model.matrices, jobs, 4) == {}
-    assert [job.owner for job in jobs] == [
-        rank for _ in range(2) for rank in (0, 0, 1, 1, 2, 2, 3, 3)
-    ]

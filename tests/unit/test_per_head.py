@@ -75,16 +75,6 @@ def test_unknown_matrices_stay_whole_beside_heads() -> None:
     assert (found[Q], found["layers.0.odd"]) == (4, 1)
 
 
-def test_columns_hold_heads_where_a_parameter_is_fused_by_columns() -> None:
-    name = "h.0.attn.c_attn.weight"
-    (group,) = param_groups(module_of({name: (8, 24)}), per_head=4)
-    views = group["matrix_views"][name]
-    assert [view.boxes for view in views[:2]] == [(((0, 8), (0, 4)),), (((0, 8), (4, 8)),)]
-    assert [view.suffix for view in views] == [
-        f"[attn_{kind}.{i}]" for kind in "qkv" for i in range(2)
-    ]
-
-
 FIELDS: dict[str, Any] = {"ns_dtype": "float32"}
 ADAPTIVE = AMOConfig(observe_until=4, observe_every=2, transition_steps=2, **FIELDS)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,11 +24,10 @@ class Attention(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind, self.head_dim = kind, SIZE
-        self.num_keys = 2 if kind == "grouped" else HEADS
         rows = HEADS * SIZE
-        if kind in ("apart", "grouped"):
+        if kind == "apart":
             self.q_proj = nn.Linear(DIM, rows)
-            self.k_proj = nn.Linear(DIM, self.num_keys * SIZE)
+            self.k_proj = nn.Linear(DIM, rows)
         elif kind == "columns":
             self.c_attn = nn.Module()
             self.c_attn.weight = nn.Parameter(torch.randn(DIM, 3 * DIM))
@@ -40,7 +38,7 @@ class Attention(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """Of each head, ``(heads, tokens, tokens)``."""
-        if self.kind in ("apart", "grouped"):
+        if self.kind == "apart":
             q, k = self.q_proj(x), self.k_proj(x)
         elif self.kind == "columns":
             q, k, _ = (x @ self.c_attn.weight + self.c_attn.bias).chunk(3, dim=-1)
@@ -48,7 +46,7 @@ class Attention(nn.Module):
             fused = self.query_key_value(x).view(len(x), HEADS, 3, SIZE)
             q, k = fused[:, :, 0].flatten(1), fused[:, :, 1].flatten(1)
         q, k = (each.view(len(x), -1, self.head_dim).transpose(0, 1) for each in (q, k))
-        return q @ k.repeat_interleave(HEADS // len(k), dim=0).transpose(1, 2)
+        return q @ k.transpose(1, 2)
 
 
 def model_of(kind: str) -> tuple[nn.Module, Attention]:
@@ -59,7 +57,7 @@ def model_of(kind: str) -> tuple[nn.Module, Attention]:
     return model, attention
 
 
-@pytest.mark.parametrize("kind", ["apart", "grouped", "columns", "in turn"])
+@pytest.mark.parametrize("kind", ["apart", "columns", "in turn"])
 @torch.no_grad()
 def test_logits_of_heads_above_the_threshold_fall_to_it(kind: str) -> None:
     model, attention = model_of(kind)
@@ -94,18 +92,19 @@ def test_bfloat16_weights_are_rounded_once() -> None:
 @pytest.mark.parametrize(
     ("change", "name", "num_heads", "threshold", "field"),
     [
-        (lambda a: setattr(a, "k_norm", nn.LayerNorm(SIZE)), "layers.0.attn", HEADS, 1.0, "k_norm"),
-        (lambda a: setattr(a, "head_dim", None), "layers.0.attn", HEADS, 1.0, "heads"),
-        (id, "layers.0.attention", HEADS, 1.0, "max_logits"),
-        (id, "layers.0.attn", 2, 1.0, "one logit per head"),
-        (id, "layers.0.attn", HEADS, 0.0, "threshold"),
+        ({"k_norm": nn.LayerNorm(SIZE)}, "layers.0.attn", HEADS, 1.0, "k_norm"),
+        ({"head_dim": None}, "layers.0.attn", HEADS, 1.0, "heads"),
+        ({}, "layers.0.attention", HEADS, 1.0, "max_logits"),
+        ({}, "layers.0.attn", 2, 1.0, "one logit per head"),
+        ({}, "layers.0.attn", HEADS, 0.0, "threshold"),
     ],
 )
 def test_errors_name_the_argument(
-    change: Callable[[Any], Any], name: str, num_heads: int, threshold: float, field: str
+    change: dict[str, Any], name: str, num_heads: int, threshold: float, field: str
 ) -> None:
     model, attention = model_of("apart")
-    change(attention)
+    for key, value in change.items():
+        setattr(attention, key, value)
     with pytest.raises(ValueError, match=field):
         qk_clip_(model, {name: torch.zeros(num_heads)}, threshold)
 

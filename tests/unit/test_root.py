@@ -39,14 +39,6 @@ def test_the_objective_is_that_of_five_steps() -> None:
     assert objective(KJ, values).item() == pytest.approx(expected, rel=1e-12)  # float64
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (1, 8), (5, 3), (64, 256), (256, 256)])
-def test_a_calibration_set_holds_singular_values_of_unit_norm(shape: tuple[int, int]) -> None:
-    values = calibration_set(shape)
-    assert values.shape == (2 * NUM_VALUES,)
-    assert values.dtype == torch.float64
-    assert ((values > 0) & (values <= 1 + 1e-12)).all()  # rounding of a norm of one
-
-
 def test_the_gaussian_quarter_is_the_spectrum_of_a_gaussian_matrix() -> None:
     shape = (48, 160)
     quarter = calibration_set(shape)[NUM_VALUES : NUM_VALUES + NUM_VALUES // 2]

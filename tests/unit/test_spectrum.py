@@ -84,21 +84,13 @@ def test_errors_are_those_of_a_decomposition(kind: str, kappa: float, m: int, n:
 
 
 @pytest.mark.parametrize("n", [M, 3 * M])
-@pytest.mark.parametrize("kind", ["zero_rows", "equal_rows", "low_rank", "all_equal"])
-def test_directions_that_are_zero_count_one(n: int, kind: str) -> None:
-    x, rank = random(M, n), M - 9
-    if kind == "zero_rows":
-        x[:9] = 0
-    elif kind == "equal_rows":
-        x[:9] = x[9:18]
-    elif kind == "low_rank":
-        x, rank = x[:, :30].abs() @ x[:30].abs(), 30  # one value far above the rest
-    else:
-        x, rank = torch.full_like(x, math.pi), 1
+def test_directions_that_are_zero_count_one(n: int) -> None:
+    x = random(M, n)
+    x = x[:, :30].abs() @ x[:30].abs()  # one value far above the rest
     sigma = singular_values(x)
-    assert int((sigma > 0).sum()) == rank
+    assert int((sigma > 0).sum()) == 30
     unit = sigma / (1.01 * sigma.norm())
-    expected = (slow_distances(unit[:rank]) * rank + (M - rank)) / M
+    expected = (slow_distances(unit[:30]) * 30 + (M - 30)) / M
     assert_agrees(distances(unit, TABLE), expected)
 
 
@@ -149,15 +141,6 @@ def test_float32_and_the_transpose_have_the_same_bits(shape: tuple[int, int]) ->
     assert torch.equal(x, before)
     if shape[0] == 1:
         assert expected[0].item() == pytest.approx(1.0, rel=1e-14)  # rounding of float64
-
-
-def test_padding_changes_no_bit() -> None:
-    sigma = random(1, 257)[0].abs().clamp(max=1)
-    found = distances(sigma, TABLE)
-    for index in (0, 7, 24):
-        alone = distances(sigma, coefficient_table([SCHEDULES[index]]))
-        assert torch.equal(alone, found[index : index + 1])
-    assert distances(sigma, coefficient_table([])).shape == (0,)
 
 
 def broken(*args: object, **options: object) -> Tensor:

@@ -53,18 +53,12 @@ def test_load_and_traffic_add_up(ranks: int, shard: int, ownership: Any) -> None
 def test_bytes_follow_the_wire() -> None:
     registry = matrices_of(SMALL)
     matrices = lay_out(registry, 8)
-    configs = (
-        MuonConfig(),
-        MuonConfig(wire_dtype="float32"),
-        MuonConfig(ns_dtype="float32", wire_dtype="bfloat16"),
-    )
-    narrow, wide, products = (
-        StepCost(registry, matrices, UNIFORM, 8, config=config) for config in configs
+    narrow, wide = (
+        StepCost(registry, matrices, UNIFORM, 8, config=MuonConfig(wire_dtype=wire))
+        for wire in (None, "float32")
     )
     assert wide.sent == 2 * narrow.sent
-    assert products.sent == narrow.sent
     assert sum(wide.memory()) > sum(narrow.memory())
-    assert sum(products.memory()) > sum(narrow.memory())
 
 
 # ------------------------------------------------------------------ memory

@@ -18,7 +18,6 @@ from amo_dist import AMO, ROOT, AdaMuon, AMOConfig, Muon, NorMuon, param_groups
 from amo_dist.engine.ballot import NonFiniteGradientError
 from tests import runs
 from tests.distributed import models
-from tests.runs import WQ
 
 
 def pickled(both: Any) -> Any:
@@ -41,22 +40,12 @@ def test_a_copy_goes_on_as_the_original(
     assert other.state_dict()["param_groups"] == optimizer.state_dict()["param_groups"]
 
 
-def test_a_copy_alone_has_parameters_of_its_own() -> None:
-    model, optimizer = runs.make("plain", Muon)
-    before, other = runs.train(model, optimizer, 1, 2), copy.deepcopy(optimizer)
-    for param in other.params_by_name.values():
-        param.grad = torch.ones_like(param)
-    other.step()
-    assert runs.equal(runs.weights(model), before)
-    assert not torch.equal(other.params_by_name[WQ], model.get_parameter(WQ))
-
-
 def test_a_scaler_leaves_out_a_step_with_an_infinite_gradient() -> None:
     model, optimizer = runs.make("plain", Muon)
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(torch.zeros(()))
     models.set_gradients(model, 1, 1)
-    model.get_parameter(WQ).grad[0, 0] = torch.inf  # type: ignore[index]
+    model.get_parameter(runs.WQ).grad[0, 0] = torch.inf  # type: ignore[index]
     before = runs.weights(model)
     scaler.step(optimizer)
     assert runs.equal(runs.weights(model), before)
@@ -79,8 +68,7 @@ def test_parameters_of_several_dtypes() -> None:
 # guards on Python 3.13.0.
 @pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_compiled_training_step(backend: str) -> None:
+def test_a_compiled_training_step() -> None:
     def run(wrap: Callable[[Any], Any]) -> tuple[dict[str, Tensor], list[float]]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
@@ -99,9 +87,9 @@ def test_a_compiled_training_step(backend: str) -> None:
         return runs.weights(model), losses
 
     weights, losses = run(lambda step: step)
-    others, other_losses = run(lambda step: torch.compile(step, backend=backend))
+    others, other_losses = run(lambda step: torch.compile(step, backend="aot_eager"))
     torch._dynamo.reset()
-    # Both backends run PyTorch's own kernels, in the same order.
+    # The backend runs PyTorch's own kernels, in the same order.
     assert losses == other_losses
     assert runs.equal(weights, others)
 
@@ -176,13 +164,9 @@ def with_names(optimizer: Muon, state: dict[str, Any]) -> None:
         group["param_names"] = [next(names) for _ in group["params"]]
 
 
-def without(*keys: str) -> Callable[[Muon, dict[str, Any]], None]:
-    def drop(optimizer: Muon, state: dict[str, Any]) -> None:
-        for group in state["param_groups"]:
-            for key in keys:
-                del group[key]
-
-    return drop
+def without_keys(optimizer: Muon, state: dict[str, Any]) -> None:
+    for group in state["param_groups"]:
+        del group["lr_multiplier"], group["eps"], group["lr"]
 
 
 def with_whole_steps(optimizer: Muon, state: dict[str, Any]) -> None:
@@ -191,9 +175,7 @@ def with_whole_steps(optimizer: Muon, state: dict[str, Any]) -> None:
             own["step"] = own["step"].item()
 
 
-@pytest.mark.parametrize(
-    "change", [with_names, without("lr_multiplier", "eps"), without("lr"), with_whole_steps]
-)
+@pytest.mark.parametrize("change", [with_names, without_keys, with_whole_steps])
 @pytest.mark.parametrize("kind", [AMO, NorMuon])
 def test_a_state_of_another_form_goes_on_alike(
     kind: type[Muon], change: Callable[[Muon, dict[str, Any]], None]
@@ -202,20 +184,13 @@ def test_a_state_of_another_form_goes_on_alike(
     runs.train(model, optimizer)
     state = copy.deepcopy(optimizer.state_dict())
     change(optimizer, state)
-    expected = copy.deepcopy((model, optimizer))
-    runs.train(*expected, 4, 6)
-    for names_before in (False, True):
-        twin, other = runs.make(kind=kind)
-        twin.load_state_dict(model.state_dict())
-        if names_before:
-            for group in other.param_groups:
-                group["param_names"] = ["another"] * len(group["params"])
-        other.load_state_dict(state)
-        runs.train(twin, other, 4, 6)
-        other.load_state_dict(other.state_dict())
-        assert runs.same(expected[0], twin)
-        is_named = names_before or change is with_names
-        assert all(("param_names" in group) == is_named for group in other.param_groups)
+    twin, other = runs.make(kind=kind)
+    twin.load_state_dict(model.state_dict())
+    other.load_state_dict(state)
+    assert runs.equal(runs.train(twin, other, 4, 6), runs.train(model, optimizer, 4, 6))
+    other.load_state_dict(other.state_dict())
+    has_names = change is with_names
+    assert all(("param_names" in group) == has_names for group in other.param_groups)
 
 
 def test_a_flattened_state_is_refused_with_what_to_do() -> None:
@@ -235,39 +210,10 @@ def test_a_flattened_state_is_refused_with_what_to_do() -> None:
 # ---------------------------------------------------------------- groups and schedulers
 
 
-def test_strides_of_parameters_change_no_bit() -> None:
-    found = []
-    for is_strided in (False, True):
-        model, optimizer = runs.make(kind=Muon)
-        if is_strided:
-            for param in model.parameters():
-                param.data = param.data.mT.contiguous().mT if param.dim() == 2 else param.data
-        runs.train(model, optimizer, 1, 6)
-        found.append(model)
-    assert not found[1].get_parameter(runs.WQ).is_contiguous()
-    assert runs.same(*found)
-
-
 SCHEDULES: dict[str, Callable[[Muon], Any]] = {
-    "lambda": lambda own: schedules.LambdaLR(own, lambda step: 0.9**step),
     "multiplicative": lambda own: schedules.MultiplicativeLR(own, lambda _: 0.9),
-    "step": lambda own: schedules.StepLR(own, 2),
-    "multi-step": lambda own: schedules.MultiStepLR(own, [2, 4]),
-    "constant": lambda own: schedules.ConstantLR(own, total_iters=3),
-    "linear": lambda own: schedules.LinearLR(own),
-    "exponential": lambda own: schedules.ExponentialLR(own, 0.9),
-    "polynomial": lambda own: schedules.PolynomialLR(own, 5),
-    "cosine": lambda own: schedules.CosineAnnealingLR(own, 5),
-    "warm restarts": lambda own: schedules.CosineAnnealingWarmRestarts(own, 3),
     "cyclic": lambda own: schedules.CyclicLR(own, 1e-3, 1e-2, 2),
     "one cycle": lambda own: schedules.OneCycleLR(own, 1e-2, total_steps=20),
-    "plateau": lambda own: schedules.ReduceLROnPlateau(own, patience=0),
-    "chained": lambda own: schedules.ChainedScheduler(
-        [schedules.ConstantLR(own), schedules.ExponentialLR(own, 0.9)]
-    ),
-    "sequential": lambda own: schedules.SequentialLR(
-        own, [schedules.ConstantLR(own, 0.1, 2), schedules.ExponentialLR(own, 0.9)], [3]
-    ),
     "swa": lambda own: SWALR(own, 1e-3),
 }
 
@@ -287,7 +233,7 @@ def test_schedulers_move_the_rate_and_resume(kind: str, as_tensor: bool) -> None
             rates.add(float(optimizer.param_groups[0]["lr"]))
             momenta.add(optimizer.param_groups[0].get("momentum"))
             runs.train(model, optimizer, step, step)
-            scheduler.step(*([1.0] if kind == "plateau" else []))
+            scheduler.step()
 
     model, optimizer, scheduler = build(models.plain_model(runs.SHAPES))
     run(model, optimizer, scheduler, 1, 5)
