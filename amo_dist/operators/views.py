@@ -15,18 +15,23 @@ ADAMW = "adamw"
 
 @dataclasses.dataclass(frozen=True)
 class MatrixView:
-    """One matrix inside a parameter."""
+    """One matrix inside a parameter.
+
+    Attributes:
+        suffix: Text after the parameter's name in the matrix's name: empty for the whole parameter,
+            else such as ``[attn_q]`` or ``[3]``.
+        operator_type: Type of the matrix; matrices of one type share a schedule.
+        boxes: Regions of the parameter that make up the matrix, joined along ``dim``. ``None`` is
+            the whole parameter: of two dims, or of a convolution, all of whose dims but the first
+            become columns.
+        dim: Dim of the matrix (0 rows, 1 columns) that counts outputs, along which boxes are
+            joined.
+    """
 
     suffix: str
-    """Text after the parameter's name in the matrix's name: empty for the whole parameter, else
-    such as ``[attn_q]`` or ``[3]``."""
     operator_type: str
-    """Type of the matrix; matrices of one type share a schedule."""
     boxes: tuple[Box, ...] | None
-    """Regions of the parameter that make up the matrix, joined along ``dim``. ``None`` is the whole
-    parameter: of two dims, or of a convolution, all of whose dims but the first become columns."""
     dim: int = 0
-    """Dim of the matrix (0 rows, 1 columns) that counts outputs, along which boxes are joined."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,21 +48,23 @@ class Fused:
 
         {r".*\.q_proj\.weight": Fused((("attn_q", 3072),), heads={"attn_q": 24})}
 
+    Attributes:
+        parts: ``(operator type, size along dim)`` in the order of storage; the sizes add up to the
+            parameter's size along ``dim``. An operator type occurs once.
+        dim: 0 if the parts are rows of the matrix (``nn.Linear``), 1 if they are columns.
+        groups: Number of equal groups in which ``dim`` is interleaved (usually KV groups); each
+            group holds its share of every part, in order. 1 stores each part in one piece.
+        heads: Number of heads by operator type; that part becomes so many equal matrices.
+
     Raises:
         ValueError: A field has another type than declared, an operator type occurs twice or has a
             name that files cannot hold, or ``groups`` or ``heads`` does not divide a size.
     """
 
     parts: tuple[tuple[str, int], ...]
-    """``(operator type, size along dim)`` in the order of storage; the sizes add up to the
-    parameter's size along ``dim``. An operator type occurs once."""
     dim: int = 0
-    """0 if the parts are rows of the matrix (``nn.Linear``), 1 if they are columns."""
     groups: int = 1
-    """Number of equal groups in which ``dim`` is interleaved (usually KV groups); each group holds
-    its share of every part, in order. 1 stores each part in one piece."""
     heads: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """Number of heads by operator type; that part becomes so many equal matrices."""
 
     def __post_init__(self) -> None:
         is_pairs = isinstance(self.parts, (tuple, list)) and all(map(_is_part, self.parts))
@@ -87,32 +94,38 @@ def _is_part(part: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Heads:
-    """Rows per head in each projection of an attention; all 0 if no module says."""
+    """Rows per head in each projection of an attention; all 0 if no module says.
+
+    Attributes:
+        query: Rows of a query head.
+        key: Rows of a key head; in latent attention those without rotary positions.
+        value: Rows of a value head.
+        rotary: Rows at the end of each query head that rotate with the position. Above 0 in latent
+            attention alone, where all heads share the rotary keys.
+    """
 
     query: int = 0
-    """Rows of a query head."""
     key: int = 0
-    """Rows of a key head; in latent attention those without rotary positions."""
     value: int = 0
-    """Rows of a value head."""
     rotary: int = 0
-    """Rows at the end of each query head that rotate with the position. Above 0 in latent
-    attention alone, where all heads share the rotary keys."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """Facts about a parameter that the modules around it give, beside its name and shape."""
+    """Facts about a parameter that the modules around it give, beside its name and shape.
+
+    Attributes:
+        heads: Rows per head of the attention that the parameter belongs to.
+        is_convolution: Whether the parameter belongs to a convolution of one, two or three dims.
+        is_embedding: Whether the parameter belongs to an ``nn.Embedding`` or ``nn.EmbeddingBag``.
+        output_dim: Dim of the matrix that counts outputs: 1 for stores of (in, out), such as the
+            ``Conv1D`` of Hugging Face's GPT-2 and transposed convolutions.
+    """
 
     heads: Heads = Heads()
-    """Rows per head of the attention that the parameter belongs to."""
     is_convolution: bool = False
-    """Whether the parameter belongs to a convolution of one, two or three dims."""
     is_embedding: bool = False
-    """Whether the parameter belongs to an ``nn.Embedding`` or ``nn.EmbeddingBag``."""
     output_dim: int = 0
-    """Dim of the matrix that counts outputs: 1 for stores of (in, out), such as the ``Conv1D`` of
-    Hugging Face's GPT-2 and transposed convolutions."""
 
 
 _ROWS_BY_TYPE = {

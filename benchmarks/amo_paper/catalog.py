@@ -17,18 +17,21 @@ Value = str | int | float
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Model:
-    """One of the paper's eight models."""
+    """One of the paper's eight models.
+
+    Attributes:
+        name: Name in the paper's tables.
+        stem: ``configs/<stem>.toml``, and ``configs/<stem>_adamw_paper.toml`` for AdamW.
+        family: What its geometry logs say.
+        gpus: GPUs of its Muon runs.
+        adamw_gpus: GPUs of its AdamW runs.
+    """
 
     name: str
-    """Name in the paper's tables."""
     stem: str
-    """``configs/<stem>.toml``, and ``configs/<stem>_adamw_paper.toml`` for AdamW."""
     family: str
-    """What its geometry logs say."""
     gpus: int
-    """GPUs of its Muon runs."""
     adamw_gpus: int
-    """GPUs of its AdamW runs."""
 
 
 MODELS: Mapping[str, Model] = {
@@ -55,60 +58,72 @@ OPTIMIZERS = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StaticSchedule:
-    """A schedule file to be made from the geometry pilot before a run."""
+    """A schedule file to be made from the geometry pilot before a run.
+
+    Attributes:
+        rule: Value of ``--rule`` of ``python -m benchmarks.amo_paper static-schedule``.
+        tolerance: Value of its ``--tolerance``.
+        family: Pool of this family, or of all models.
+    """
 
     rule: str
-    """Value of ``--rule`` of ``python -m benchmarks.amo_paper static-schedule``."""
     tolerance: str
-    """Value of its ``--tolerance``."""
     family: str | None
-    """Pool of this family, or of all models."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Run:
-    """One training run, in the paper's units; :mod:`.resolve` makes a command of it."""
+    """One training run, in the paper's units; :mod:`.resolve` makes a command of it.
+
+    Attributes:
+        name: Its folder. Runs with one name are one run, whichever experiments they belong to.
+        model: Key of ``MODELS``.
+        config: ``muon``, ``adamw`` or ``continual``: which config of the model it starts from.
+        options: torchtitan's options beyond the config.
+        tokens: Multiple of the config's steps and tokens; warmup and learning rate follow.
+        static: The schedule file it needs.
+        continues: The run whose last checkpoint it starts from.
+    """
 
     name: str
-    """Its folder. Runs with one name are one run, whichever experiments they belong to."""
     model: str
-    """Key of ``MODELS``."""
     config: str
-    """``muon``, ``adamw`` or ``continual``: which config of the model it starts from."""
     options: Mapping[str, Value]
-    """torchtitan's options beyond the config."""
     tokens: int = 1
-    """Multiple of the config's steps and tokens; warmup and learning rate follow."""
     static: StaticSchedule | None = None
-    """The schedule file it needs."""
     continues: str | None = None
-    """The run whose last checkpoint it starts from."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
-    """A row of the table."""
+    """A row of the table.
+
+    Attributes:
+        block: The block of rows it belongs to.
+        label: First cell.
+        run: Run that gives its numbers.
+        step: Step of the evaluated checkpoint, in the paper's units; the last by default.
+    """
 
     block: str
-    """The block of rows it belongs to."""
     label: str
-    """First cell."""
     run: Run
-    """Run that gives its numbers."""
     step: int | None = None
-    """Step of the evaluated checkpoint, in the paper's units; the last by default."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Experiment:
-    """Runs and the table they fill."""
+    """Runs and the table they fill.
+
+    Attributes:
+        name: How the command line calls it.
+        title: One line.
+        rows: Rows in the order of the paper's table.
+    """
 
     name: str
-    """How the command line calls it."""
     title: str
-    """One line."""
     rows: Sequence[Row]
-    """Rows in the order of the paper's table."""
 
     def runs(self) -> list[Run]:
         """The distinct runs, in the order of their first rows."""

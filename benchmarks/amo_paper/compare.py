@@ -22,20 +22,23 @@ SIGNIFICANT = 0.05
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Comparison:
-    """The candidate against one baseline."""
+    """The candidate against one baseline.
+
+    Attributes:
+        baseline: The optimizer it is compared with.
+        num_models: Models that both were evaluated on; the degrees of freedom are one fewer.
+        improvement: Mean over the models of the difference of averages, in percentage points.
+        t: The t statistic; NaN with fewer than two models, or where all differences are equal.
+        p: One-sided p-value, uncorrected; NaN where there is no ``t``.
+        p_holm: The p-value after Holm's correction over all comparisons.
+    """
 
     baseline: str
-    """The optimizer it is compared with."""
     num_models: int
-    """Models that both were evaluated on; the degrees of freedom are one fewer."""
     improvement: float
-    """Mean over the models of the difference of averages, in percentage points."""
     t: float = math.nan
-    """The t statistic; NaN with fewer than two models, or where all differences are equal."""
     p: float = math.nan
-    """One-sided p-value, uncorrected; NaN where there is no ``t``."""
     p_holm: float = math.nan
-    """The p-value after Holm's correction over all comparisons."""
 
 
 def compare(results: Sequence[Result], candidate: str) -> list[Comparison]:

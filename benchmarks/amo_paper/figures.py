@@ -130,14 +130,17 @@ def between_share(records: Records, key: str) -> float | None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Depth:
-    """Shallow against deep layers of one operator type."""
+    """Shallow against deep layers of one operator type.
+
+    Attributes:
+        num_layers: Layers in each of the two groups.
+        crossing: First logged step at which the order differs from that of the first step.
+    """
 
     num_layers: int
-    """Layers in each of the two groups."""
     shallow: list[tuple[int, float]]
     deep: list[tuple[int, float]]
     crossing: int | None
-    """First logged step at which the order differs from that of the first step."""
 
 
 def shallow_deep(records: Records, name: str) -> Depth | None:

@@ -23,24 +23,27 @@ NOTHING = "-"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Found:
-    """A row of the table with what its run gave so far."""
+    """A row of the table with what its run gave so far.
+
+    Attributes:
+        block: Block of the table.
+        label: First cell.
+        step: Step of the evaluated checkpoint.
+        step_reached: The last logged step up to it.
+        loss: Training loss at the step; ``None`` before it is reached.
+        ns_steps: Newton-Schulz steps of all operator types together, planned or used at the step.
+        tasks: Score by task in percent; empty before the evaluation.
+        cost: Means over the logged steps but the first: see ``COSTS``.
+    """
 
     block: str
-    """Block of the table."""
     label: str
-    """First cell."""
     step: int
-    """Step of the evaluated checkpoint."""
     step_reached: int
-    """The last logged step up to it."""
     loss: float | None
-    """Training loss at the step; ``None`` before it is reached."""
     ns_steps: int | None
-    """Newton-Schulz steps of all operator types together, planned or used at the step."""
     tasks: Mapping[str, float]
-    """Score by task in percent; empty before the evaluation."""
     cost: Mapping[str, float | None]
-    """Means over the logged steps but the first: see ``COSTS``."""
 
     @property
     def average(self) -> float | None:

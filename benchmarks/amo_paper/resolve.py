@@ -35,12 +35,15 @@ Fields = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Place:
-    """Folder of runs, and the model that they train."""
+    """Folder of runs, and the model that they train.
+
+    Attributes:
+        out: Parent of the runs' folders; relative to the repository.
+        small: The quickstart's model stands in for the paper's.
+    """
 
     out: Path = Path("outputs/experiments")
-    """Parent of the runs' folders; relative to the repository."""
     small: bool = False
-    """The quickstart's model stands in for the paper's."""
 
     @property
     def folder(self) -> Path:
@@ -50,22 +53,26 @@ class Place:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Job:
-    """A run that can be started."""
+    """A run that can be started.
+
+    Attributes:
+        run: What it is, in the paper's units.
+        config: The TOML file, relative to the repository or absolute.
+        options: torchtitan's options on top of it.
+        folder: ``dump_folder``, relative to the repository or absolute.
+        steps: Length of the run.
+        gpus: GPUs of the paper's run; ``None`` for a stand-in.
+        prepare: Command that must have run before, as arguments of this package; its output is the
+            last.
+    """
 
     run: Run
-    """What it is, in the paper's units."""
     config: Path
-    """The TOML file, relative to the repository or absolute."""
     options: Mapping[str, Value]
-    """torchtitan's options on top of it."""
     folder: Path
-    """``dump_folder``, relative to the repository or absolute."""
     steps: int
-    """Length of the run."""
     gpus: int | None
-    """GPUs of the paper's run; ``None`` for a stand-in."""
     prepare: tuple[str, ...] = ()
-    """Command that must have run before, as arguments of this package; its output is the last."""
 
     def arguments(self) -> list[str]:
         """Options of torchtitan as arguments, without the config file."""

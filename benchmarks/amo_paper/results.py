@@ -26,16 +26,19 @@ from benchmarks.tables import markdown
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Task:
-    """A benchmark as the AMO paper uses it."""
+    """A benchmark as the AMO paper uses it.
+
+    Attributes:
+        name: The harness's name.
+        short: Heading of its column.
+        num_fewshot: Examples before each question.
+        metric: The harness's name of the metric and of the filter of answers.
+    """
 
     name: str
-    """The harness's name."""
     short: str
-    """Heading of its column."""
     num_fewshot: int = 0
-    """Examples before each question."""
     metric: str = "acc,none"
-    """The harness's name of the metric and of the filter of answers."""
 
 
 PAPER_TASKS: tuple[Task, ...] = (
@@ -63,14 +66,17 @@ Score = Annotated[float, pydantic.Field(ge=0, le=100, strict=True)]
 
 @pydantic.dataclasses.dataclass(frozen=True)
 class Result:
-    """The scores of one model."""
+    """The scores of one model.
+
+    Attributes:
+        model: What the compared rows have in common, e.g. ``Qwen3-0.6B``.
+        optimizer: The row, e.g. ``AMO``.
+        tasks: Score of each task in percent, at least one.
+    """
 
     model: Annotated[str, pydantic.Field(min_length=1)]
-    """What the compared rows have in common, e.g. ``Qwen3-0.6B``."""
     optimizer: Annotated[str, pydantic.Field(min_length=1)]
-    """The row, e.g. ``AMO``."""
     tasks: Annotated[dict[str, Score], pydantic.Field(min_length=1)]
-    """Score of each task in percent, at least one."""
 
     @property
     def average(self) -> float:

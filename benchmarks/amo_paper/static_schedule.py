@@ -46,14 +46,17 @@ MAX_STEPS = 8
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pool:
-    """The values of ``ell`` that a schedule is made from."""
+    """The values of ``ell`` that a schedule is made from.
+
+    Attributes:
+        ell_by_type: All of an operator type, each in (0, 1].
+        families: Families of the models that contribute, sorted.
+        num_invalid: Records left out: a value is not finite, or the matrix is all zero.
+    """
 
     ell_by_type: Mapping[str, Sequence[float]]
-    """All of an operator type, each in (0, 1]."""
     families: tuple[str, ...]
-    """Families of the models that contribute, sorted."""
     num_invalid: int
-    """Records left out: a value is not finite, or the matrix is all zero."""
 
 
 def read_geometry(path: Path, kinds: Mapping[str, Any]) -> list[dict[str, Any]]:

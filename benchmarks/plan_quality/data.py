@@ -30,12 +30,15 @@ def is_for_validation(name: str) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Corpus:
-    """Two streams of tokens, int16, each document followed by `END`."""
+    """Two streams of tokens, int16, each document followed by `END`.
+
+    Attributes:
+        digest: Digest of all names and contents.
+    """
 
     train: Tensor
     validation: Tensor
     digest: str
-    """Digest of all names and contents."""
 
 
 def load(root: Path) -> Corpus:

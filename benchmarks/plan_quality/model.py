@@ -14,7 +14,11 @@ from torch.nn import functional
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Architecture:
-    """Sizes of a model."""
+    """Sizes of a model.
+
+    Attributes:
+        vocabulary: All bytes, and the end of a document.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -23,7 +27,6 @@ class Architecture:
     num_layers: int = 4
     head_dim: int = 32
     vocabulary: int = 257
-    """All bytes, and the end of a document."""
 
 
 ARCHITECTURES = {

@@ -63,14 +63,17 @@ class Start:
 
 @dataclasses.dataclass(slots=True)
 class Snapshot:
-    """A run at the switch."""
+    """A run at the switch.
+
+    Attributes:
+        state: State of the optimizer.
+        spectra: At the steps observed, the last of them the switch.
+    """
 
     start: Start
     model: Decoder
     state: Mapping[str, Any]
-    """State of the optimizer."""
     spectra: dict[int, dict[str, Tensor]]
-    """At the steps observed, the last of them the switch."""
 
 
 def matrix_shapes(model: Decoder) -> tuple[dict[str, tuple[int, int]], dict[str, str]]:

@@ -56,22 +56,23 @@ class PackedLoader(BaseDataLoader):
 
     @dataclasses.dataclass(kw_only=True, slots=True)
     class Config(titan.HuggingFaceTextDataLoader.Config):
-        """``[dataloader]``."""
+        """``[dataloader]``.
+
+        Attributes:
+            dataset: ``packed``, ``stdlib``, a name that torchtitan knows, or the path of a loader's
+                class.
+            dataset_path: Folder by ``amo tokenize``, or a mixture, such as
+                ``data/web=0.7,data/code=0.3``.
+            seed: Seeds the order of sequences.
+            order: Sequences shuffled in each epoch, or documents by ``amo tokenize --score-field``.
+            positions: Keep documents from seeing each other; follows from ``model.attention``.
+        """
 
         dataset: str = "c4_test"
-        """``packed``, ``stdlib``, a name that torchtitan knows, or the path of a loader's class."""
-
         dataset_path: str | None = None
-        """Folder by ``amo tokenize``, or a mixture, such as ``data/web=0.7,data/code=0.3``."""
-
         seed: int = 42
-        """Seeds the order of sequences."""
-
         order: Literal["uniform", "ascend", "descend"] = "uniform"
-        """Sequences shuffled in each epoch, or documents by ``amo tokenize --score-field``."""
-
         positions: Annotated[bool, tyro.conf.Suppress] = False
-        """Keep documents from seeing each other; follows from ``model.attention``."""
 
         def build(self, **options: Any) -> BaseDataLoader:
             """The loader, torchtitan's own for its datasets.

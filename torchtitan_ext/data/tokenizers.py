@@ -51,25 +51,24 @@ class Tokenizer(BaseTokenizer):
 
     @dataclasses.dataclass(kw_only=True, slots=True)
     class Config(BaseTokenizer.Config):
-        """``[tokenizer]``: its kind, and the place of its files."""
+        """``[tokenizer]``: its kind, and the place of its files.
+
+        Attributes:
+            kind: ``hf`` reads ``tokenizer.json``, ``tiktoken`` a BPE file; ``byte`` reads nothing.
+            path: Folder or file of ``hf``, by default ``hf_assets_path``; for ``tiktoken`` a BPE
+                file of Llama 3's pattern and special tokens: ``*.tiktoken``, or Llama's
+                ``tokenizer.model``.
+            encoding: Encoding of ``tiktoken``, in place of a ``path``, from its cache or the
+                internet.
+            eos_token: Token after each document. The default is the one that
+                ``tokenizer_config.json`` names, which for a chat model is the end of a turn; for
+                ``tiktoken`` the end of a text.
+        """
 
         kind: Literal["hf", "tiktoken", "byte"] = "hf"
-        """``hf`` reads ``tokenizer.json``, ``tiktoken`` a BPE file; ``byte`` reads nothing."""
-
         path: str = ""
-        """
-        Folder or file of ``hf``, by default ``hf_assets_path``; for ``tiktoken`` a BPE file of
-        Llama 3's pattern and special tokens: ``*.tiktoken``, or Llama's ``tokenizer.model``.
-        """
-
         encoding: Literal["", "gpt2", "cl100k_base", "o200k_base"] = ""
-        """Encoding of ``tiktoken``, in place of a ``path``, from its cache or the internet."""
-
         eos_token: str = ""
-        """
-        Token after each document. The default is the one that ``tokenizer_config.json`` names,
-        which for a chat model is the end of a turn; for ``tiktoken`` the end of a text.
-        """
 
         def build(self, *, tokenizer_path: str) -> Tokenizer:
             """Build the tokenizer.

@@ -20,10 +20,14 @@ class Activations(ActivationCheckpointing):
 
     @dataclass(kw_only=True, slots=True)
     class Config(ActivationCheckpointing.Config):
-        """The section."""
+        """The section.
+
+        Attributes:
+            mode: Keep all activations, the results of costly operations, or the inputs of blocks
+                alone.
+        """
 
         mode: Literal["none", "selective", "full"] = "selective"
-        """Keep all activations, the results of costly operations, or the inputs of blocks alone."""
 
         def build(self, **options: Any) -> ActivationCheckpointing:
             """The policy."""

@@ -47,31 +47,30 @@ class CheckpointManager(titan.CheckpointManager):
 
     @dataclass(kw_only=True, slots=True)
     class Config(titan.CheckpointManager.Config):
-        """``[checkpoint]``."""
+        """``[checkpoint]``.
+
+        Attributes:
+            initial_load_path: Checkpoint to start from if ``folder`` holds no complete one.
+            initial_load_model_only: Whether only the weights of ``initial_load_path`` are loaded.
+            last_save_model_only: Whether the last checkpoint of a run holds weights alone, as it
+                does with ``last_save_in_hf``; such a run cannot go on with more steps.
+            keep_every: Multiples of this step are kept, beside the newest ``keep_latest_k``; 0 for
+                none.
+            verify: Whether each start reads the whole checkpoint and compares checksums; without it
+                a flipped bit is loaded.
+            damaged: Start from a checkpoint whose checksums differ: ``skip`` takes the one before
+                it, ``error`` stops.
+            stop_seconds: Seconds that ranks have to save after a stop signal; then they end
+                themselves.
+        """
 
         initial_load_path: str | None = None
-        """Checkpoint to start from if ``folder`` holds no complete one."""
-
         initial_load_model_only: bool = True
-        """Whether only the weights of ``initial_load_path`` are loaded."""
-
         last_save_model_only: bool = False
-        """Whether the last checkpoint of a run holds weights alone, as it does with
-        ``last_save_in_hf``; such a run cannot go on with more steps."""
-
         keep_every: int = 0
-        """Multiples of this step are kept, beside the newest ``keep_latest_k``; 0 for none."""
-
         verify: bool = True
-        """Whether each start reads the whole checkpoint and compares checksums; without it a
-        flipped bit is loaded."""
-
         damaged: Literal["skip", "error"] = "skip"
-        """Start from a checkpoint whose checksums differ: ``skip`` takes the one before it,
-        ``error`` stops."""
-
         stop_seconds: int = 600
-        """Seconds that ranks have to save after a stop signal; then they end themselves."""
 
         def __post_init__(self) -> None:
             """Check the fields.

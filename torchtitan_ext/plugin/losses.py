@@ -13,13 +13,15 @@ class Loss(CrossEntropyLoss):
 
     @dataclass(kw_only=True, slots=True)
     class Config(CrossEntropyLoss.Config):
-        """``[loss]``."""
+        """``[loss]``.
+
+        Attributes:
+            num_chunks: Parts of each sequence whose logits are computed one after the other,
+                forward and backward: memory for logits falls to a part of it. It divides
+                ``training.seq_len``.
+        """
 
         num_chunks: int = 1
-        """
-        Parts of each sequence whose logits are computed one after the other, forward and backward:
-        memory for logits falls to a part of it. It divides ``training.seq_len``.
-        """
 
         def build(self, **options: Any) -> BaseLoss:
             """The loss, in parts where there is more than one."""

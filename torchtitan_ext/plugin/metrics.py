@@ -41,16 +41,16 @@ class MetricsProcessor(titan.MetricsProcessor):
 
     @dataclass(kw_only=True, slots=True)
     class Config(titan.MetricsProcessor.Config):
-        """``[metrics]``."""
+        """``[metrics]``.
+
+        Attributes:
+            console: ``brief`` shows progress and warnings of the logging rank alone; everything
+                else goes to ``log_rank<r>.txt`` in the dump folder.
+            callbacks: Import paths of callbacks, called in this order; see ``docs/extend.md``.
+        """
 
         console: Literal["full", "brief"] = "full"
-        """
-        ``brief`` shows progress and warnings of the logging rank alone; everything else goes to
-        ``log_rank<r>.txt`` in the dump folder.
-        """
-
         callbacks: list[str] = field(default_factory=list)
-        """Import paths of callbacks, called in this order; see ``docs/extend.md``."""
 
     files: RunFiles | None = None
     """Only of the rank that logs."""

@@ -66,28 +66,24 @@ FLAVORS: dict[str, dict[str, tuple[DecoderShape, int]]] = {
 
 @dataclass(kw_only=True, slots=True)
 class Model:
-    """The ``[model]`` section."""
+    """The ``[model]`` section.
+
+    Attributes:
+        name: Model of torchtitan (``llama3``, ``qwen3``, ``deepseek_v3``, ``gpt_oss`` and others),
+            or a module with a function ``model_registry`` as torchtitan's have it.
+        flavor: Its size: one of :data:`FLAVORS`, or of torchtitan's own.
+        attention: Kernel of attention. ``sdpa`` attends to all that comes before in the row, other
+            documents as well; it is the only one that trains on a CPU. ``flex`` and ``varlen`` stay
+            within a document.
+        fuse_qkv: Whether queries, keys and values of the project's flavors are one matrix
+            multiplication. torchtitan's own flavors fuse them as torchtitan does. Checkpoints hold
+            the model's three matrices either way.
+    """
 
     name: str = "llama3"
-    """Model of torchtitan (``llama3``, ``qwen3``, ``deepseek_v3``, ``gpt_oss`` and others), or a
-    module with a function ``model_registry`` as torchtitan's have it."""
-
     flavor: str = "debugmodel"
-    """Its size: one of :data:`FLAVORS`, or of torchtitan's own."""
-
     attention: Literal["sdpa", "flex", "varlen"] = "sdpa"
-    """Kernel of attention.
-
-    ``sdpa`` attends to all that comes before in the row, other documents as well; it is the only
-    one that trains on a CPU. ``flex`` and ``varlen`` stay within a document.
-    """
-
     fuse_qkv: bool = False
-    """Whether queries, keys and values of the project's flavors are one matrix multiplication.
-
-    torchtitan's own flavors fuse them as torchtitan does. Checkpoints hold the model's three
-    matrices either way.
-    """
 
 
 def spec(model: Model) -> ModelSpec:

@@ -33,24 +33,23 @@ SHARED = tuple(field.name for field in dataclasses.fields(MuonConfig))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MuonSection(MuonConfig):
-    """``[optimizer.muon]``: fields of the whole Muon family, AMO too, and a fixed schedule."""
+    """``[optimizer.muon]``: fields of the whole Muon family, AMO too, and a fixed schedule.
+
+    Attributes:
+        update_norm: See :class:`amo_dist.config.MuonConfig`; unset, ``exact`` for AMO and ``as_is``
+            for all others.
+        schedule: Named table of Newton-Schulz coefficients that ``name = "Muon"`` applies to every
+            matrix; unset, ``kj``.
+        schedule_file: TOML file with a schedule for each operator type, in place of ``schedule``:
+            from ``python -m benchmarks.amo_paper static-schedule``, or one of
+            ``configs/schedules``.
+        per_head: Make a matrix of each head's queries, keys and values.
+    """
 
     update_norm: str = ""
-    """See :class:`amo_dist.config.MuonConfig`; unset, ``exact`` for AMO and ``as_is`` for all
-    others."""
-
     schedule: str = ""
-    """Named table of Newton-Schulz coefficients that ``name = "Muon"`` applies to every matrix;
-    unset, ``kj``."""
-
     schedule_file: str = ""
-    """
-    TOML file with a schedule for each operator type, in place of ``schedule``: from
-    ``python -m benchmarks.amo_paper static-schedule``, or one of ``configs/schedules``.
-    """
-
     per_head: bool = False
-    """Make a matrix of each head's queries, keys and values."""
 
     def __post_init__(self) -> None:
         MuonConfig(**self.shared())  # which checks them
@@ -225,57 +224,48 @@ class OptimizersContainer(titan.OptimizersContainer):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
-        """``[optimizer]``."""
+        """``[optimizer]``.
+
+        Attributes:
+            name: One of :data:`amo_dist.optimizers.named.OPTIMIZER_NAMES`.
+            lr: Peak learning rate.
+            beta1: AdamW's decay of the first moment.
+            beta2: AdamW's decay of the second moment.
+            eps: Number that AdamW adds to the denominator.
+            weight_decay: Decoupled weight decay, of all parameters.
+            implementation: PyTorch's implementation of ``AdamW``; the Muon family picks its own for
+                the device.
+            allow_unlocked: Accept a run that ends before AMO's plan is locked (otherwise an error
+                at start).
+            on_config_change: What to do if the checkpoint's settings differ: stop, keep those of
+                the checkpoint, or use those of the config. It holds for the rate, weight decay,
+                betas and ``eps``, for the fields of ``[optimizer.muon]`` and ``[optimizer.amo]``,
+                and for the sizes of the batch, which only the config can set. Changes of
+                ``[lr_scheduler]`` and of ``training.steps`` always hold.
+            no_decay: Regular expressions of parameters that do not decay: each matches a whole
+                name, such as ``.*norm.*``; true for norms, biases and embeddings.
+            lr_multipliers: Factors on the learning rate by expression; the first match wins.
+            patterns: Operator types by expression of parameters whose names the project does not
+                know, where ``adamw`` is no matrix; the first match wins. Read by the Muon family.
+            muon: Fields of every ``name`` of the Muon family.
+            amo: Fields of ``name = "AMO"``: when to observe, and how to plan. Those that AMO shares
+                with the family stand in ``[optimizer.muon]``.
+        """
 
         name: str = "AdamW"
-        """One of :data:`amo_dist.optimizers.named.OPTIMIZER_NAMES`."""
-
         lr: float = 8e-4
-        """Peak learning rate."""
-
         beta1: float = 0.9
-        """AdamW's decay of the first moment."""
-
         beta2: float = 0.95
-        """AdamW's decay of the second moment."""
-
         eps: float = 1e-8
-        """Number that AdamW adds to the denominator."""
-
         weight_decay: float = 0.1
-        """Decoupled weight decay, of all parameters."""
-
         implementation: Literal["for-loop", "foreach", "fused"] = "fused"
-        """PyTorch's implementation of ``AdamW``; the Muon family picks its own for the device."""
-
         allow_unlocked: bool = False
-        """Accept a run that ends before AMO's plan is locked (otherwise an error at start)."""
-
         on_config_change: Literal["error", "keep_checkpoint", "use_config"] = "error"
-        """
-        What to do if the checkpoint's settings differ: stop, keep those of the checkpoint, or use
-        those of the config. It holds for the rate, weight decay, betas and ``eps``, for the fields
-        of ``[optimizer.muon]`` and ``[optimizer.amo]``, and for the sizes of the batch, which only
-        the config can set. Changes of ``[lr_scheduler]`` and of ``training.steps`` always hold.
-        """
-
         no_decay: bool | tuple[str, ...] = ()
-        """Regular expressions of parameters that do not decay: each matches a whole name, such as
-        ``.*norm.*``; true for norms, biases and embeddings."""
-
         lr_multipliers: dict[str, float] = field(default_factory=dict)
-        """Factors on the learning rate by expression; the first match wins."""
-
         patterns: dict[str, str] = field(default_factory=dict)
-        """Operator types by expression of parameters whose names the project does not know, where
-        ``adamw`` is no matrix; the first match wins. Read by the Muon family."""
-
         muon: MuonSection = field(default_factory=MuonSection)
-        """Fields of every ``name`` of the Muon family."""
-
         amo: AMOConfig = field(default_factory=AMOConfig)
-        """Fields of ``name = "AMO"``: when to observe, and how to plan. Those that AMO shares with
-        the family stand in ``[optimizer.muon]``."""
 
         def build(self, *, model_parts: list[nn.Module]) -> OptimizersContainer:
             """The container.

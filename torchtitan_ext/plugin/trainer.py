@@ -39,11 +39,13 @@ class Trainer(titan.Trainer):
 
     @dataclass(kw_only=True, slots=True)
     class Config(titan.Trainer.Config):
-        """All sections."""
+        """All sections.
+
+        Attributes:
+            description: A line about the run.
+        """
 
         description: str = ""
-        """A line about the run."""
-
         model: models.Model = field(default_factory=models.Model)
         tokenizer: Tokenizer.Config = field(default_factory=Tokenizer.Config)
         dataloader: PackedLoader.Config = field(default_factory=PackedLoader.Config)

@@ -20,13 +20,15 @@ class Validator(titan.Validator):
 
     @dataclass(kw_only=True, slots=True)
     class Config(titan.Validator.Config):
-        """``[validator]``."""
+        """``[validator]``.
+
+        Attributes:
+            steps: Global batches of a validation; -1 for all sequences of the data, each once.
+            dataloader: Held-out data; the fields are those of ``[dataloader]``.
+        """
 
         steps: int = -1
-        """Global batches of a validation; -1 for all sequences of the data, each once."""
-
         dataloader: ValidationLoader.Config = field(default_factory=ValidationLoader.Config)
-        """Held-out data; the fields are those of ``[dataloader]``."""
 
     def __init__(self, config: Config, **options: Any) -> None:
         if config.steps > 0:

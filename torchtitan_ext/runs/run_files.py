@@ -177,13 +177,16 @@ class RunFiles:
 
 
 class Metrics(NamedTuple):
-    """Records of ``metrics.jsonl``."""
+    """Records of ``metrics.jsonl``.
+
+    Attributes:
+        steps: Records of logged steps: numbers, ``None`` for those that were not finite, a phase
+            (empty if unknown), and numbers by name under ``num_steps_by_type`` and ``optimizer``.
+        validations: ``(step, loss)`` of each validation whose loss is a number.
+    """
 
     steps: list[dict[str, Any]]
-    """Records of logged steps: numbers, ``None`` for those that were not finite, a phase (empty if
-    unknown), and numbers by name under ``num_steps_by_type`` and ``optimizer``."""
     validations: list[tuple[int, float]]
-    """``(step, loss)`` of each validation whose loss is a number."""
 
 
 def read_metrics(folder: Path) -> Metrics:

@@ -61,13 +61,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 class Section(NamedTuple):
-    """A part of the report under one title."""
+    """A part of the report under one title.
+
+    Attributes:
+        image: Data URL of a picture; empty without one.
+        text: Caption of the picture, or a text of aligned lines.
+    """
 
     title: str
     image: str
-    """Data URL of a picture; empty without one."""
     text: str
-    """Caption of the picture, or a text of aligned lines."""
 
 
 def sections(runs: Sequence[Run]) -> list[Section]:

@@ -20,19 +20,22 @@ Records = Sequence[Mapping[str, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One run's files."""
+    """One run's files.
+
+    Attributes:
+        label: Path of its folder.
+        metrics: The logged steps of ``metrics.jsonl``.
+        validations: ``(step, loss)``.
+        geometry: Records of ``geometry.jsonl``; empty without a callback that writes it.
+        config: The job config; empty if the run's folder holds none.
+    """
 
     label: str
-    """Path of its folder."""
     metrics: Records
-    """The logged steps of ``metrics.jsonl``."""
     validations: Sequence[tuple[int, float]]
-    """``(step, loss)``."""
     plan: Plan | None
     geometry: Records
-    """Records of ``geometry.jsonl``; empty without a callback that writes it."""
     config: Mapping[str, Any]
-    """The job config; empty if the run's folder holds none."""
 
     def series(self, name: str) -> list[tuple[int, float]]:
         """``(step, value)`` of each record with a number for a figure of the run or optimizer."""
