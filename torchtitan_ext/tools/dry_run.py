@@ -55,7 +55,9 @@ def dry_run(config: Any, world_size: int) -> dict[str, Any]:
         }
         if machine.cpu_is_needed():
             seq_len = min(SEQUENCE, config.training.seq_len)
-            changes["training"] |= {"seq_len": seq_len, "local_batch_size": 1}
+            changes["training"] |= {"seq_len": seq_len}
+            if config.parallelism.pipeline_parallel_degree == 1:  # stages need their microbatches
+                changes["training"] |= {"local_batch_size": 1}
             changes["compile"] = {"backend": "eager"}  # traced whole, without minutes of C++
         short = values.overlay(config, changes)
         ranks = {"NGPU": str(world_size), "WORLD_SIZE": str(world_size)}
