@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from amo_dist.optimizers.root import ROOT as ROOT
     from amo_dist.schedule.types import Schedule as Schedule
 
+# Modules of the names that are imported when they are first read: commands that only plan, print or
+# read files do not wait for torch.
 _MODULES = {
     "RankMismatchError": "distributed.ranks",
     "Piece": "engine.parameters",
@@ -50,8 +52,6 @@ _MODULES = {
     "ROOT": "optimizers.root",
     "Schedule": "schedule.types",
 }
-"""Modules of the names that are imported when they are first read: commands that only plan, print
-or read files do not wait for torch."""
 
 __all__ = ["AMOConfig", "MuonConfig", "__version__", *_MODULES]
 

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 __all__ = ["CheckpointReader", "CheckpointWriter", "RunLog"]
 
+# Modules of the names that are imported when they are first read.
 _MODULES = {
     "CheckpointReader": "plugin.storage",
     "CheckpointWriter": "plugin.storage",
     "RunLog": "runs.run_log",
 }
-"""Modules of the names that are imported when they are first read."""
 
 
 def __getattr__(name: str) -> Any:

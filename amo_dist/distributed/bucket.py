@@ -22,9 +22,9 @@ from amo_dist.distributed.plan import BucketPlan, ByPeer, ExchangePlan, Held, co
 BUCKETS_IN_FLIGHT = 2
 """Buckets whose buffers are in use at once: bucket k takes those of bucket k - 2."""
 
+# Elements. Each whole matrix starts at a multiple of this, aligned like a tensor of its own: the
+# bits of a product may depend on that.
 _ALIGNMENT = 64
-"""Elements. Each whole matrix starts at a multiple of this, aligned like a tensor of its own: the
-bits of a product may depend on that."""
 
 
 class Memory:

@@ -28,8 +28,8 @@ Ranks: TypeAlias = tuple[int, ...]
 GroupLike: TypeAlias = "dist.ProcessGroup | DeviceMesh | None"
 """Values that a user may pass as ``process_group``."""
 
+# Start of a text that reports a failure.
 _FAILED = "\0failed\0"
-"""Start of a text that reports a failure."""
 
 
 class RankMismatchError(RuntimeError):
@@ -38,8 +38,8 @@ class RankMismatchError(RuntimeError):
 
 # ---------------------------------------------------------------- small messages
 
+# Device of the parameters by group. Keys are objects, as a later group may get an earlier name.
 _devices: WeakKeyDictionary[dist.ProcessGroup, torch.device] = WeakKeyDictionary()
-"""Device of the parameters by group. Keys are objects, as a later group may get an earlier name."""
 
 
 def control_device(group: dist.ProcessGroup | None) -> torch.device:

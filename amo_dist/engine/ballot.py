@@ -56,10 +56,10 @@ MAX_IDLE_STEPS = 10
 LARGEST_GRADIENT = 2.0**100
 """Largest entry of a matrix's gradient: float32 momentum holds the sum of many of them."""
 
+# Positions in the vector.
 _GRADIENT, _UPDATE, _MARKS = range(1, 4)
-"""Positions in the vector."""
+# Identity of the maximum: mark, and its negative, of a set of ranks without this one.
 _ABSTENTION = -(2**60)
-"""Identity of the maximum: mark, and its negative, of a set of ranks without this one."""
 
 
 class MissingGradientError(RuntimeError):
@@ -174,8 +174,8 @@ class Ballots:
         self._bounds = [largest_gradient(param) for param in parameters.params]
         self._failure, self._num_idle = "", 0
         self._updates = Flags()
+        # Ballot of the last step, and a function that reads the maximum, until somebody has.
         self._unread: tuple[Ballot, Callable[[], list[int]]] | None = None
-        """Ballot of the last step, and a function that reads the maximum, until somebody has."""
 
     # ---------------------------------------------------------------- before a step
 

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from amo_dist.config import NESTEROV, MuonConfig, fail, require
 
+# Keys that every parameter group must have.
 _REQUIRED = ("params", "algorithm", "lr", "lr_multiplier", "weight_decay", "betas", "eps")
-"""Keys that every parameter group must have."""
+# Keys of a parameter group that every optimizer reads.
 _KEYS = frozenset({*_REQUIRED, "control", "momentum", "nesterov"})
-"""Keys of a parameter group that every optimizer reads."""
+# Keys in which users, schedulers and PyTorch's checkpoint helpers keep notes of their own.
 _NOTES = frozenset(
     {
         *("name", "param_names", "matrix_views", "initial_lr", "max_lr", "min_lr", "swa_lr"),
@@ -23,11 +24,10 @@ _NOTES = frozenset(
         *("foreach", "fused"),
     }
 )
-"""Keys in which users, schedulers and PyTorch's checkpoint helpers keep notes of their own."""
+# Options of PyTorch's optimizers that are not offered, and may say so.
 _OFF = frozenset({"capturable", "maximize", "differentiable", "amsgrad"})
-"""Options of PyTorch's optimizers that are not offered, and may say so."""
+# Least number that counts as zero: PyTorch's ``LinearLR`` ends at -1e-18 by rounding.
 _LEAST_RATE = -1e-12
-"""Least number that counts as zero: PyTorch's ``LinearLR`` ends at -1e-18 by rounding."""
 
 
 def check_keys(groups: Sequence[Mapping[str, Any]], own_keys: Iterable[str] = ()) -> None:

@@ -275,11 +275,11 @@ class Engine:
         expected = "the same number for all matrices, with 0 elements for those without one"
         require(len(counts) <= 1, f"{type(rule).__name__}.sums", f"{counts} sums", expected)
         self._owners_version: Hashable = None
+        # Exchanges of training, which serve step after step.
         self._exchanges: list[Exchange] = []
-        """Exchanges of training, which serve step after step."""
         self.sent_bytes = 0
+        # `Step.norms` of the last step, for metrics.
         self._norms: list[tuple[float, Tensor]] = []
-        """`Step.norms` of the last step, for metrics."""
 
     def make_state(self) -> None:
         """Make zero state for every parameter, so that all ranks have the same keys."""

@@ -28,8 +28,8 @@ ROUNDED_OFF = "rounded_off"
 GROUP_ELEMENTS = 2**25
 """Elements, about, of the tensors that are computed together: float32 copies of narrow tensors take
 memory."""
+# The same on a CPU, whose caches then hold the copies.
 _CACHED_ELEMENTS = 2**18
-"""The same on a CPU, whose caches then hold the copies."""
 
 
 def on_cpu(x: Tensor) -> bool:

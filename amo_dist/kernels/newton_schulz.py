@@ -29,24 +29,24 @@ Product = Callable[..., Tensor]
 NS_BACKENDS = ("auto", "standard", "gram")
 """Forms of the Newton-Schulz steps; see `step_sizes`."""
 
+# Long side over short side from which a pair saves more than its small products take; in 16 bits,
+# where symmetric products gain less, from a higher one on.
 _MIN_ASPECT, _MIN_NARROW_ASPECT = 2, 2.5
-"""Long side over short side from which a pair saves more than its small products take; in 16 bits,
-where symmetric products gain less, from a higher one on."""
+# Short side below which small products take as long as large ones, on a CPU and elsewhere.
 _MIN_ROWS, _MIN_ROWS_ELSEWHERE = 64, 128
-"""Short side below which small products take as long as large ones, on a CPU and elsewhere."""
+# Greatest singular value that the rounding of a pair may lead to, and the same over the greatest of
+# exact steps, of which the larger counts: some short schedules end near two.
 _GREATEST, _GREATEST_EXCESS = 1.5, 1.25
-"""Greatest singular value that the rounding of a pair may lead to, and the same over the greatest
-of exact steps, of which the larger counts: some short schedules end near two."""
+# Least positive numbers.
 _LEAST_ENTRY = {torch.float32: 2.0**-149, torch.float64: 2.0**-1074}
-"""Least positive numbers."""
+# Least ``eps`` that is added to a norm, over the spacing of the dtype at one: the rounding of the
+# iterates hides a smaller one.
 _LEAST_EPS = 2.0**-9
-"""Least ``eps`` that is added to a norm, over the spacing of the dtype at one: the rounding of the
-iterates hides a smaller one."""
+# Rows from which a block of a symmetric product on a CPU saves more than its call takes, in 32 bits
+# and for an inner side at least twice as long as the outer one. Twice as many for a shorter inner
+# side, and twice as many in 16 bits, where products take less time, and those of fewer rows than
+# the last number gain nothing.
 _BLOCK_ROWS, _MAX_BLOCKS, _MIN_NARROW_ROWS = 64, 8, 384
-"""Rows from which a block of a symmetric product on a CPU saves more than its call takes, in 32
-bits and for an inner side at least twice as long as the outer one. Twice as many for a shorter
-inner side, and twice as many in 16 bits, where products take less time, and those of fewer rows
-than the last number gain nothing."""
 
 
 @torch.no_grad()

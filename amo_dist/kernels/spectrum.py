@@ -31,8 +31,8 @@ it. It is absolute, in the unit of the matrix."""
 SMALL = 128
 """Up to this short side a singular value decomposition is as fast."""
 
+# An ``ell`` below it is as good as zero for every plan.
 _FELT = 1e-6
-"""An ``ell`` below it is as good as zero for every plan."""
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from amo_dist.operators.patterns import clean_name
 from amo_dist.operators.views import Heads, Site
 
+# Fields with the width of a model and the number of heads that share it.
 _WIDTH_AND_NUMBER = (
     ("hidden_size", "num_attention_heads"),
     ("embed_dim", "num_heads"),
@@ -18,7 +19,6 @@ _WIDTH_AND_NUMBER = (
     ("d_model", "n_heads"),
     ("dim", "n_heads"),
 )
-"""Fields with the width of a model and the number of heads that share it."""
 
 
 def sites_by_name(parts: Sequence[nn.Module], per_head: bool | int = False) -> dict[str, Site]:

@@ -53,8 +53,8 @@ _BLOCK = re.compile(r"(?:^|\.)(?:\w*(?:layers?|blocks?)|h|layer\d|stages?|confor
 # Each row matches the end of a name, after a dot or from its start, and gives the operator type as
 # a template of `re.Match.expand`.
 _Table: TypeAlias = "tuple[tuple[str, str], ...]"
+# Ends of the types of matrices with a number for a name.
 _NUMBERED = {"1": "gate", "2": "down", "3": "up"}
-"""Ends of the types of matrices with a number for a name."""
 _ANYWHERE: _Table = (
     # torchtitan's attention, softmax and linear (in_proj_*, whose z gates the output).
     (r"att(?:ention|n)\.(?:qkv_linear\.)?w([qkvo])\.weight", r"attn_\1"),

@@ -128,6 +128,7 @@ class Site:
     output_dim: int = 0
 
 
+# Field of `Heads` by operator type, for the types whose matrices consist of heads.
 _ROWS_BY_TYPE = {
     "attn_q": "query",
     "attn_k": "key",
@@ -136,7 +137,6 @@ _ROWS_BY_TYPE = {
     "mla_k_b": "key",
     "mla_v_b": "value",
 }
-"""Field of `Heads` by operator type, for the types whose matrices consist of heads."""
 
 
 def in_heads(operator_type: str) -> bool:

@@ -60,10 +60,10 @@ logger = logging.getLogger(__name__)
 
 _Config = TypeVar("_Config", bound=MuonConfig)
 
+# Defaults of the optimizer's own hyperparameters; a rule may have others.
 _DEFAULTS: Mapping[str, Any] = MappingProxyType(
     {"lr": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
 )
-"""Defaults of the optimizer's own hyperparameters; a rule may have others."""
 
 
 class _Decision(NamedTuple):

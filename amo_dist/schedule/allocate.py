@@ -16,11 +16,11 @@ from typing import TypeAlias
 Curve: TypeAlias = Mapping[int, float]
 """Error by number of steps, over one contiguous range."""
 
+# Pairs of flops, rising, and errors, strictly falling: none beats another.
 _Front: TypeAlias = list[tuple[int, int]]
-"""Pairs of flops, rising, and errors, strictly falling: none beats another."""
 
+# A transfer must gain more, since float noise could cycle.
 _GAIN = 1e-12
-"""A transfer must gain more, since float noise could cycle."""
 
 
 def ns_step_flops(m: int, n: int) -> int:

@@ -40,8 +40,8 @@ PHASES = ("observation", "transition", "locked", "uniform")
 """The phases of AMO, in their order; ``uniform`` follows ``observation`` under ``observe_only``."""
 
 _SHARED = {field.name for field in dataclasses.fields(MuonConfig)}
+# Settings by which errors are neither measured nor weighted.
 _KEPT = _SHARED - {"update_norm", "adjust_lr"} | {"seed"}
-"""Settings by which errors are neither measured nor weighted."""
 
 
 class Source:
@@ -227,13 +227,13 @@ class Amo(Source):
         self.observations: tuple[Observation, ...] = ()
         """Observations of the plan, or those toward it."""
         self.plan: Plan | None = None
+        # Step after which observations count: that at which changed settings dropped a plan.
         self._begin = 0
-        """Step after which observations count: that at which changed settings dropped a plan."""
+        # Errors of all candidates by type: means over the valid matrices of an observation, summed
+        # over observations. None before the first one, and under a plan.
         self._sums: Mapping[str, Sequence[float]] = {}
-        """Errors of all candidates by type: means over the valid matrices of an observation, summed
-        over observations. None before the first one, and under a plan."""
+        # Matrices of each operator type, sorted by name; types in their declared order.
         self._members: Mapping[str, Sequence[MatrixInfo]] = {}
-        """Matrices of each operator type, sorted by name; types in their declared order."""
         self._warns_of_tau = config.planner == "paper"
 
     def bind(self, registry: Sequence[MatrixInfo]) -> None:

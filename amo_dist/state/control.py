@@ -22,10 +22,10 @@ logger = logging.getLogger(__name__)
 FORMAT = "amo_dist.control"
 VERSION = 1
 
+# Settings that may change on resume, as no result depends on them.
 _FREE_FIELDS = {
     *("ownership", "bucket_bytes", "ns_kernels", "nonfinite", "ns_guard_every", "on_config_change")
 }
-"""Settings that may change on resume, as no result depends on them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

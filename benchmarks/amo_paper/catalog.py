@@ -216,12 +216,12 @@ def _ablation(
     return Experiment(f"ablation-{name}", title, rows)
 
 
+# Hyperparameters that are swept alone: name, title, block of the table, values.
 _SWEEPS: Sequence[tuple[str, str, str, Sequence[Value]]] = (
     ("sample-size", "matrices drawn for an observation", "Observation sample size", (4, 8, 16)),
     ("shrinkage", "how far the plan trusts the observations", "Shrinkage", (0, 0.5, 0.7, 1)),
     ("transition", "steps from uniform to planned", "Transition duration", (1, 100, 300, 600)),
 )
-"""Hyperparameters that are swept alone: name, title, block of the table, values."""
 
 
 def _ablations() -> Iterator[Experiment]:

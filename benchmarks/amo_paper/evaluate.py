@@ -23,10 +23,11 @@ from torchtitan_ext.runs import files
 from torchtitan_ext.runs.run_files import checkpoint_step, find_checkpoint
 from torchtitan_ext.tools import export
 
+# Metrics that count as a score; the first of them that a task has is taken.
 _METRICS = ("acc", "exact_match")
-"""Metrics that count as a score; the first of them that a task has is taken."""
 
 
+# What to evaluate, and how: type, default and help of each option.
 _OPTIONS: Mapping[str, tuple[Callable[[str], Any], Any, str]] = {
     "tasks": (str, ",".join(SHORT), "names of tasks, separated by commas (default the paper's)"),
     "include_path": (str, None, "folder with tasks of your own, instead of the harness's"),
@@ -34,7 +35,6 @@ _OPTIONS: Mapping[str, tuple[Callable[[str], Any], Any, str]] = {
     "batch_size": (str, "auto", "a number or 'auto' (default auto)"),
     "max_length": (int, 4096, "the most tokens the model sees (default 4096)"),
 }
-"""What to evaluate, and how: type, default and help of each option."""
 
 
 def evaluate(checkpoint: Path, model: str, optimizer: str, **options: Any) -> dict[str, Any]:

@@ -44,8 +44,8 @@ TAU = 1e-10
 """The paper's least singular value that counts."""
 ENERGY = 0.99
 """Share of the energy that ``effective_rank`` singular directions hold."""
+# Names that the paper gives to torchtitan's models.
 _FAMILIES = {"llama3": "Llama-3.1", "qwen3": "Qwen3"}
-"""Names that the paper gives to torchtitan's models."""
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 

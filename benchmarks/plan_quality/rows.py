@@ -89,6 +89,7 @@ class Planner:
     def __init__(self, spectra: Spectra, shapes: Shapes, types: Mapping[str, str]) -> None:
         self._shapes, self._types = shapes, types
         tried = [schedule_for(ell, k) for k in range(1, MOST + 1) for ell in ELLS]
+        # Errors by name: ``(steps - 1, ell, measure)``, means over the steps observed.
         self._errors = {
             name: torch.stack(
                 [measures(images(observed[name], tried)) for observed in spectra.values()]
@@ -97,7 +98,6 @@ class Planner:
             .view(MOST, len(ELLS), len(MEASURES))
             for name in shapes
         }
-        """Errors by name: ``(steps - 1, ell, measure)``, means over the steps observed."""
 
     def choose(self, row: Row) -> tuple[dict[str, Schedule], dict[str, tuple[int, float]]]:
         """The schedules of a row by name of the matrix, and its plan.

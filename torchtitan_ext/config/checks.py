@@ -19,6 +19,7 @@ from torchtitan_ext.runs.run_files import require_local
 
 _T = TypeVar("_T")
 
+# Least value of a number, and the value that it stays below.
 _RANGES = {
     **dict.fromkeys(
         ("training.steps", "training.seq_len", "training.local_batch_size", "validator.freq"),
@@ -27,7 +28,6 @@ _RANGES = {
     **dict.fromkeys(("optimizer.lr", "optimizer.weight_decay", "optimizer.eps"), (0, math.inf)),
     **dict.fromkeys(("optimizer.beta1", "optimizer.beta2"), (0, 1)),
 }
-"""Least value of a number, and the value that it stays below."""
 
 
 def complete(config: _T, world_size: int | None = None) -> _T:

@@ -37,8 +37,8 @@ from amo_dist.schedule.types import Schedule
 # The import is by name: Python 3.10 has no tomllib, and only there the project depends on tomli.
 _toml: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 
+# Relative distance up to which coefficients count as those that ``ell`` composes.
 _COMPOSED = 1e-6
-"""Relative distance up to which coefficients count as those that ``ell`` composes."""
 
 
 class _Section(pydantic.BaseModel, extra="forbid"):

@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 
 import pydantic
 
+# Field of torchtitan that holds functions and follows from ``[model]``: in no file.
 _MODEL_SPEC = "model_spec"
-"""Field of torchtitan that holds functions and follows from ``[model]``: in no file."""
 
 
 def overlay(config: Any, values: Mapping[str, Any], section: str = "") -> Any:

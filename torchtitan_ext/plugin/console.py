@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 _OURS = ("amo_dist", "torchtitan_ext")
+# Logger that announces plans.
 _PLANS = "amo_dist.optimizers.muon"
-"""Logger that announces plans."""
 
 
 def brief(folder: Path) -> None:

@@ -19,13 +19,13 @@ from torchtitan_ext.batch import sequences_per_step
 
 logger = logging.getLogger(__name__)
 
+# Keys of a parameter group, and the fields of the config that their values come from.
 _FIELDS = {
     "initial_lr": ("optimizer.lr",),  # `lr` itself is where the schedule stands
     "weight_decay": ("optimizer.weight_decay",),
     "betas": ("optimizer.beta1", "optimizer.beta2"),
     "eps": ("optimizer.eps",),
 }
-"""Keys of a parameter group, and the fields of the config that their values come from."""
 
 
 class BatchSizes:

@@ -43,11 +43,11 @@ NAMES = sorted(
 )
 """torchtitan's language models, under any of which a ``[model]`` section may ask for a size."""
 
+# 257 byte tokens, rounded up so that two to eight ranks can split the head evenly.
 _BYTE_VOCAB = 320
-"""257 byte tokens, rounded up so that two to eight ranks can split the head evenly."""
 
+# Bound on ``training.seq_len``; rotary tables are cut to it.
 _MAX_SEQ_LEN = 131072
-"""Bound on ``training.seq_len``; rotary tables are cut to it."""
 
 FLAVORS: dict[str, dict[str, tuple[DecoderShape, int]]] = {
     "llama3": {

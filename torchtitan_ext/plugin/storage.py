@@ -43,6 +43,7 @@ from torchtitan_ext.runs import files
 logger = logging.getLogger(__name__)
 
 _DCP = "torch.distributed.checkpoint"
+# Names that metadata may contain, by module; dtypes are allowed, too.
 _KNOWN = {
     f"{_DCP}.filesystem": {"_StorageInfo"},
     f"{_DCP}.metadata": {
@@ -55,7 +56,6 @@ _KNOWN = {
     "torch": {"Size"},
     "torch.serialization": {"_get_layout"},
 }
-"""Names that metadata may contain, by module; dtypes are allowed, too."""
 
 
 _METADATA = ".metadata"

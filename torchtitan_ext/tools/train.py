@@ -238,8 +238,8 @@ def _outcomes(logs: Path, ranks: int) -> set[str]:
     return set()
 
 
+# Signs of a collective that failed as another rank was gone.
 _LOST_PEER = ("/gloo/", "DistBackendError", "DistNetworkError")
-"""Signs of a collective that failed as another rank was gone."""
 
 
 def explain(failures: Mapping[int, Any]) -> tuple[str, int]:
