@@ -120,12 +120,13 @@ _ADAMW_NAMES: _Table = (
     (r"(?:\w*embed\w*|wte|wpe)(?:\.proj\w*)?(?:\.weight)?", "embedding"),
     (r"(?:lm_head|shared_head\.head)\.weight", "head"),
     (r"\w*router\w*(?:\.[a-z]\w*){0,2}", "router"),
+    (r"(?:moe\.shared_experts\.|block_sparse_moe\.|mlp\.shared_expert_)gate\.weight", "router"),
     (r"\w*attn\.in_proj_(?:[ab]|ba)\.weight", "one row per head"),
     (r"A_log|D", "state-space table"),
 )
 # A router in Hugging Face's mixtures, (num_experts, dim). The gate of a dense MLP may have the same
 # name; its greater number of rows keeps it from going to AdamW silently.
-_WIDE_ROUTER = r"(?:shared_expert_)?gate\.weight"
+_WIDE_ROUTER = r"(?:mlp|mixer|feed_forward)\.gate\.weight"
 
 # Heads of a model, which stay with AdamW even with unknown="matrix".
 _HEADS = r"(?:\w*head|output|classifier|score|logits)(?:\.\w+)?\.weight"
