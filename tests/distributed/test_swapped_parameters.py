@@ -33,7 +33,8 @@ def prepare(model: nn.Module, optimizer: Muon) -> None:
         for index, param in enumerate(group["params"]):
             group["params"][index] = torch.empty(1)
             group["params"][index].data_ptr = param.data_ptr()
-    models.shard(model, init_device_mesh("cpu", (dist.get_world_size(),)))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
+    models.shard(model, mesh)
     for group in optimizer.param_groups:
         names = [before[placeholder.data_ptr] for placeholder in group["params"]]
         group["params"] = [model.get_parameter(name) for name in names]
