@@ -20,7 +20,16 @@ STUDIES = {"plans": "plan_quality", "dtypes": "ns_dtype"}
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    options = parser().parse_args(args)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.plan_quality",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", choices=("run", "report"))
+    parser.add_argument("--study", choices=tuple(STUDIES), default="plans")
+    parser.add_argument("--output", type=Path, help="folder of results")
+    parser.add_argument("--list", action="store_true", help="what there is to run; run nothing")
+    options = parser.parse_args(args)
     is_of_dtypes = options.study == "dtypes"
     output = options.output or RESULTS / STUDIES[options.study]
     if options.command == "report":
@@ -36,21 +45,6 @@ def main(args: Sequence[str] | None = None) -> int:
             corpus = data.load(data.standard_library())
             jobs.work(wanted, output, corpus, Settings())
     return 0
-
-
-def parser() -> argparse.ArgumentParser:
-    parsers = argparse.ArgumentParser(
-        prog="python -m benchmarks.plan_quality",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    commands = parsers.add_subparsers(dest="command", required=True)
-    run, tables = (commands.add_parser(name) for name in ("run", "report"))
-    for command in (run, tables):
-        command.add_argument("--study", choices=tuple(STUDIES), default="plans")
-        command.add_argument("--output", type=Path, help="folder of results")
-    run.add_argument("--list", action="store_true", help="what there is to run, and run nothing")
-    return parsers
 
 
 if __name__ == "__main__":
