@@ -84,7 +84,6 @@ def draw(rng: random.Random) -> Case:
         "ownership": rng.choice(("round_robin", "balanced")),
         "bucket_bytes": rng.choice((1, 256, 4096)),
         "ns_guard_every": rng.choice((0, 1, 2)),
-        "seed": rng.randrange(1000),
     }
     if name == "AMO":
         fields |= _amo_fields(rng)
@@ -118,6 +117,7 @@ def _amo_fields(rng: random.Random) -> dict[str, Any]:
         "transition_steps": rng.randint(1, 2),
         "budget_ratio": rng.choice((1.0, 1.2)),
         "shrinkage": rng.choice((0.5, 0.7)),
+        "seed": rng.randrange(1000),
     }
 
 
