@@ -100,6 +100,10 @@ def draw(rng: random.Random) -> Case:
     for name_of, shape in shapes.items():
         if _has_heads(name_of) and head_dim:
             shapes[name_of] = (head_dim * min(shape[0], 8), shape[1])
+        # Twice the rows of values would be queries and gates in turn.
+        values = shapes.get(name_of.replace("wq", "wo"), (0, 0))[-1]
+        if name_of.endswith("wq.weight") and shapes[name_of][0] == 2 * values:
+            shapes[name_of] = (4 * values, shape[1])
     return Case(world_size, layout, name, shapes, dtype, fields, has_twin, head_dim)
 
 
