@@ -201,3 +201,10 @@ def test_a_folder_of_other_settings_is_refused(
     (output / SETTINGS).write_text("[1]")
     with pytest.raises(ValueError, match=r"^dataloader\.dataset_path: "):
         open_packed(str(output), ByteTokenizer())
+
+
+def test_a_damaged_source_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content = gzip.compress(b'{"text": "a text"}\n' * 1000)
+    (tmp_path / "a.jsonl.gz").write_bytes(content[: len(content) // 2])
+    assert run(tmp_path, tmp_path / "out") == 2
+    assert "error: a.jsonl.gz: found a damaged file: " in capsys.readouterr().err

@@ -60,7 +60,17 @@ class Rows(ParquetReader):
         self.has_scores, self.max_bad_rows = bool(score_field), max_bad_rows
 
     def read_file(self, filepath: str) -> Iterator[Document]:
-        """Good documents of a file."""
+        """Good documents of a file.
+
+        Raises:
+            ValueError: The file is damaged; names it.
+        """
+        try:
+            yield from self._documents(filepath)
+        except (OSError, EOFError, ValueError) as error:
+            raise ValueError(f"{filepath}: found a damaged file: {error}") from error
+
+    def _documents(self, filepath: str) -> Iterator[Document]:
         name = filepath.lower()
         if name.endswith(".parquet"):
             yield from super().read_file(filepath)
