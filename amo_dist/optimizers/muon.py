@@ -319,6 +319,8 @@ class Muon(torch.optim.Optimizer):
                 measurement = Measurement(sample, exchanges, coefficient_table(source.candidates()))
             except Exception as error:  # without memory, say; the ballot tells all ranks
                 self._engine.ballots.report_failure(f"step {step}: preparing to measure", error)
+                # All ranks wait for the verdict of a step that measures, and so does this one.
+                measurement = Measurement(sample, (), coefficient_table(()))
         # Set now and not after the step, which may raise.
         self._state_before = state
         return Orders(

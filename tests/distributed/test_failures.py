@@ -141,6 +141,26 @@ def test_whatever_fails_on_one_rank_is_raised_on_all(run_on: Ranks, what: str, d
     assert last.startswith("RuntimeError: step ") == (not what.startswith(("alloc", "measuring")))
 
 
+def prepare(rank: int, world_size: int, device: str) -> list[str]:
+    """Errors of the steps around an observation for which one rank has no memory."""
+    failure, errors = FAILURES["allocating buffers"], []
+    with on(device), mock.patch.object(LOGGER, "disabled", True):
+        model, optimizer = runs.make("fsdp", AMO, device=device, ns_guard_every=0)
+        for step in (1, 2, 3):
+            with full(failure, (rank, step) == (1, 2)):
+                errors.append(take(model, optimizer, step))
+        return errors
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_measurement_without_memory_is_named_before_its_step(run_on: Ranks, device: str) -> None:
+    """The rank that lacks it waits for the verdict of that step, as the others do."""
+    first, (before, error, after) = run_on(2)(prepare, device)
+    assert first == [before, error, after]
+    assert (before, after) == ("", "")
+    assert error.startswith("RuntimeError: step 2: preparing to measure failed on rank 1: ")
+
+
 def test_a_single_process_raises_at_once_and_undoes_no_good_step() -> None:
     model, optimizer = runs.make("plain", Muon)
     assert take(model, optimizer, 1) == ""

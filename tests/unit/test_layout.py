@@ -62,6 +62,9 @@ def test_fsdp_over_tensor_parallelism_chunks_the_chunk(
 def test_a_strided_shard_that_no_later_axis_explains_keeps_every_other_chunk() -> None:
     layout = mesh_layout((8, 1), torch.arange(2), [_StridedShard(0, split_factor=2)])
     assert local_tensor(layout, numbered((8, 1)), 1).flatten().tolist() == [2, 3, 6, 7]
+    first, second = make_matrix("x", layout, 0).regions_by_rank[1]
+    assert (first.source[0], first.target[0]) == ((0, 2), (2, 4))
+    assert (second.source[0], second.target[0]) == ((2, 4), (6, 8))
 
 
 @few
