@@ -154,7 +154,7 @@ def disk(site: Site, folder: Path) -> float:
             seconds = time.perf_counter() - start
             if Path(file.name).read_bytes() != data:
                 raise Fault(f"{file.name}: found other bytes than were written")
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise Fault(f"{folder}: found no folder that takes a file: {error}") from None
     return len(data) / seconds
 
