@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from amo_dist.config import AMOConfig, MuonConfig
+from amo_dist.distributed.ranks import GroupLike
 from amo_dist.engine.hyperparameters import check_hyperparameters, check_keys
 from amo_dist.optimizers.adamuon import AdaMuon
 from amo_dist.optimizers.amo import AMO
@@ -42,7 +43,10 @@ def make_optimizer(
     weight_decay: float = 0.1,
     *,
     config: MuonConfig | None = None,
-    **options: Any,
+    betas: tuple[float, float] = (0.9, 0.95),
+    eps: float = 1e-8,
+    process_group: GroupLike = None,
+    allow_no_matrices: bool = False,
 ) -> torch.optim.Optimizer:
     """Build an optimizer by its name.
 
@@ -58,8 +62,10 @@ def make_optimizer(
         weight_decay: Decoupled weight decay of such groups.
         config: An `AMOConfig` for ``AMO``, a `MuonConfig` for the rest of the family, None for
             ``AdamW``.
-        options: Other arguments of `Muon`; or of PyTorch's ``AdamW``, which has the same defaults
-            here, and which ignores ``process_group`` and ``allow_no_matrices``.
+        betas: Betas of AdamW.
+        eps: Epsilon of AdamW.
+        process_group: Argument of `Muon`; ``AdamW`` ignores it.
+        allow_no_matrices: Argument of `Muon`; ``AdamW`` ignores it.
 
     Raises:
         ValueError: The name is unknown, the configuration is that of another optimizer, or `Muon`
@@ -75,27 +81,24 @@ def make_optimizer(
         raise ValueError(
             f"config: found {type(config).__name__} for {name}, expected {expected.__name__}"
         )
+    options: dict[str, Any] = {"weight_decay": weight_decay, "betas": betas, "eps": eps}
     if name == "AdamW":
-        return _adamw(params, lr, weight_decay=weight_decay, **options)
+        return _adamw(params, lr, **options)
+    options |= {"config": config, "process_group": process_group}
     if name in MUON_SCHEDULES:
         options["schedule"] = MUON_SCHEDULES[name]
-    return _CLASSES.get(name, Muon)(params, lr, weight_decay, config=config, **options)
+    return _CLASSES.get(name, Muon)(params, lr, allow_no_matrices=allow_no_matrices, **options)
 
 
 def _adamw(
-    params: Sequence[Mapping[str, Any]],
-    lr: float | Tensor,
-    process_group: object = None,
-    allow_no_matrices: bool = True,
-    **options: Any,
+    params: Sequence[Mapping[str, Any]], lr: float | Tensor, **defaults: Any
 ) -> torch.optim.AdamW:
-    defaults = {"betas": (0.9, 0.95), "eps": 1e-8, **options}
     check_keys(params)
     groups = []
     for index, group in enumerate(params):
         check_hyperparameters(group, f"groups[{index}].")
         # PyTorch has no keys for parameter names and algorithm.
-        own = {key: group[key] for key in ("lr", "weight_decay", "betas", "eps") if key in group}
+        own = {key: group[key] for key in ("lr", *defaults) if key in group}
         if "lr_multiplier" in group:
             own["lr"] = own.get("lr", lr) * group["lr_multiplier"]
         groups.append({"params": [param for _, param in group["params"]], **own})
