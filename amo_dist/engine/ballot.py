@@ -212,9 +212,12 @@ class Ballots:
         full = {i: grad for i, grad in enumerate(grads) if grad is not None and grad.numel()}
         unusable = Flags()
         if full:
-            bounds = _sent([self._bounds[i] for i in full], torch.float64, self._param_device)
+            # A misplaced gradient may be one term of a sum over ranks.
+            num_terms = len(self._world.ranks) if misplaced else 1
+            bounds = [self._bounds[i] / num_terms for i in full]
+            sent = _sent(bounds, torch.float64, self._param_device)
             names = [self._params[i].name for i in full]
-            unusable = Flags(names, exceed(real([*full.values()]), bounds))
+            unusable = Flags(names, exceed(real([*full.values()]), sent))
         has_grad = [grad is not None for grad in grads]
         ballot = Ballot(step, waits, self._failure or text, has_grad, unusable, self._updates)
         reduced = self._reduce(ballot)
@@ -456,11 +459,11 @@ class Ballots:
         misplaced = list[int]()
         for index, param in enumerate(self._params):
             tensor, grad = param.tensor, param.tensor.grad
-            if grad is not None:
-                require(not grad.is_sparse, param.name, "a sparse gradient", "a dense one")
+            if grad is not None and grad.is_sparse:
+                raise ValueError(f"{param.name}: found a sparse gradient, expected a dense one")
             if grad is not None and isinstance(tensor, DTensor):
-                is_like = isinstance(grad, DTensor)
-                require(is_like, param.name, "a plain gradient", "a DTensor")
+                if not isinstance(grad, DTensor):
+                    raise ValueError(f"{param.name}: found a plain gradient, expected a DTensor")
                 if placements_of(grad) != placements_of(tensor):
                     misplaced.append(index)
                     can_move = self._world.gradient_ranks[index] == param.layout.ranks

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from amo_dist.config import NESTEROV, MuonConfig, fail, require
+from amo_dist.config import NESTEROV, MuonConfig, fail
 
 # Keys that every parameter group must have.
 _REQUIRED = ("params", "algorithm", "lr", "lr_multiplier", "weight_decay", "betas", "eps")
@@ -46,8 +46,10 @@ def check_keys(groups: Sequence[Mapping[str, Any]], own_keys: Iterable[str] = ()
         for key in sorted(group.keys() - _KEYS - _NOTES - own, key=str):
             if key not in _OFF or group[key]:
                 known = ", ".join(sorted((_KEYS - {"params", "algorithm", "control"}) | own))
-                place, expected = f"groups[{index}].{key}", f"one of {known}"
-                require(False, place, "a key that nothing reads", expected)
+                raise ValueError(
+                    f"groups[{index}].{key}: found a key that nothing reads, expected one of "
+                    f"{known}"
+                )
 
 
 def check_groups(
@@ -67,8 +69,8 @@ def check_groups(
     """
     for index, group in enumerate(groups):
         place = f"groups[{index}]."
-        for key in _REQUIRED:
-            require(key in group, f"{place}{key}", "none", "its value")
+        if missing := [key for key in _REQUIRED if key not in group]:
+            raise ValueError(f"{place}{missing[0]}: found none, expected its value")
         check_hyperparameters(group, place)
         if group["algorithm"] == "muon":
             try:
@@ -128,7 +130,11 @@ def describe_group(group: Mapping[str, Any], own_keys: Iterable[str] = ()) -> st
         value: Any = group.get(key, "of the settings")
         if isinstance(value, Tensor):
             value = value.item() if value.device.type == "cpu" else "of a tensor"
-        words.append(f"{key} {tuple(map(float, value)) if key == 'betas' else value}")
+        if key == "betas":
+            value = tuple(map(float, value))
+        elif not isinstance(value, (bool, str)):
+            value = float(value)  # one and 1.0 are the same
+        words.append(f"{key} {value}")
     return ", ".join(words)
 
 

@@ -217,8 +217,10 @@ class Parameters:
                     require(False, f"state of {param.name}.{name}", kind, expected)
 
 
-def check_float16(parameters: Parameters, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse float16 parameters of AdamW whose ``eps`` is 0 there.
+def check_float16(
+    parameters: Parameters, groups: Sequence[Mapping[str, Any]], bfloat16_params: str
+) -> None:
+    """Refuse float16 parameters beside master weights, and those of AdamW whose ``eps`` is 0 there.
 
     Small squared gradients are 0 in float16, too, and the update would be 0 / 0.
 
@@ -226,9 +228,13 @@ def check_float16(parameters: Parameters, groups: Sequence[Mapping[str, Any]]) -
         ValueError: Names a parameter and the remedy.
     """
     for param in parameters.params:
+        if param.dtype != torch.float16:
+            continue
+        expected = "parameters of bfloat16 (or float32, which are written as they are)"
+        own = f"'master' with {param.name} of float16"
+        require(bfloat16_params != "master", "bfloat16_params", own, expected)
         eps = float(groups[param.group]["eps"])
-        is_narrow = param.dtype == torch.float16 and not param.views
-        if is_narrow and not torch.tensor(eps, dtype=torch.float16, device="cpu"):
+        if not param.views and not torch.tensor(eps, dtype=torch.float16, device="cpu"):
             raise ValueError(
                 f"eps: found {eps}, which is 0 in float16, the dtype of {param.name}, so that "
                 "AdamW divides by zero; expected parameters of float32 or bfloat16 (autocast "

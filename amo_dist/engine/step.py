@@ -266,7 +266,7 @@ class Engine:
         self.device = parameters.matrix_device
         self._library = library(config.ns_kernels, self.device, self._dtype)
         self._is_staged = self.device != parameters.device
-        check_float16(parameters, groups)
+        check_float16(parameters, groups, config.bfloat16_params)
         shapes = [m.shape if m.dim == 0 else m.shape[::-1] for m in parameters.matrices]
         self._scales = [rule.scale(shape) for shape in shapes]
         self.update_scales = [UpdateRule.scale(rule, shape) for shape in shapes]

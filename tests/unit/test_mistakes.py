@@ -73,6 +73,7 @@ SCALES = "adjust_lr: found 'original' with .*Rule, which scales"
         *((partial(MuonConfig, **{name: value}), f"{name}: found") for name, value in BAD.items()),
         (lambda: NorMuon(groups(), config=MuonConfig(adjust_lr="original")), SCALES),
         (partial(AMOConfig, observe_untill=8), "AMOConfig.*'observe_untill'"),
+        (lambda: make_optimizer("Muon", groups(), schedule="pe"), "schedule"),
         (lambda: make_optimizer("Muon-XY", groups()), "name: found 'Muon-XY', .* 'AdamW', 'Muon'"),
         (
             lambda: make_optimizer("AdamW", groups(), config=MuonConfig()),

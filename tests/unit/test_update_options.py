@@ -115,6 +115,8 @@ def test_parameters_of_other_dtypes_are_written_as_ever() -> None:
     model, optimizer = make(dtype=torch.float32, bfloat16_params="master")
     assert runs.equal(train(model, optimizer), train(*make(dtype=torch.float32)))
     assert not any("rounded_off" in state for state in optimizer.state.values())
+    with pytest.raises(ValueError, match=r"bfloat16_params: found 'master' with .* of float16"):
+        make(dtype=torch.float16, bfloat16_params="master")
 
 
 # --- as settings
