@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 from collections import Counter, defaultdict
@@ -17,13 +16,14 @@ from amo_dist.operators.patterns import (
     UNKNOWN,
     Classified,
     Patterns,
+    Shapes,
     check_expressions,
     check_patterns,
     clean_name,
     find_views,
     format_patterns,
 )
-from amo_dist.operators.views import ADAMW
+from amo_dist.operators.views import ADAMW, Site
 
 
 def param_groups(
@@ -95,33 +95,16 @@ def param_groups(
     expressions = {"patterns": targets, "no_decay": undecayed, "lr_multipliers": factors}
     for field, patterns_of_field in expressions.items():
         check_expressions(field, patterns_of_field)
-        for pattern in patterns_of_field:
-            is_used = any(re.fullmatch(pattern, name) for name in names.values())
-            value = f"{pattern!r}, which matches no parameter"
-            expected = "one that matches a whole name, the first one of a tied parameter"
-            require(is_used or allow_unused, field, value, f"{expected}, or allow_unused=True")
+        if not allow_unused:
+            _check_use(field, patterns_of_field, parts, names)
     parameters = [(name, param) for param, name in names.items() if param.requires_grad]
     for name, count in Counter(name for name, _ in parameters).items():
         require(count == 1, "model", f"two parameters {name!r}", "distinct names")
     shapes = {name: tuple(parameter.shape) for parameter, name in names.items()}
     sites = sites_by_name(parts, per_head)
-    find = functools.partial(
-        find_views,
-        patterns=targets,
-        shapes=shapes,
-        flatten_conv=flatten_conv,
-        per_head=bool(per_head),
-        takes_unknown=unknown == "matrix",
-    )
-    classified: dict[str, Classified] = {
-        name: (None, "complex") if parameter.is_complex() else find(name, site=sites[name])
-        for name, parameter in parameters
-    }
-    refused = {name: shapes[name] for name, made in classified.items() if made == (None, UNKNOWN)}
-    value = f"matrices of unknown names inside blocks ({len(refused)}), first {[*refused][:1]}"
-    expected = "a pattern for each, or unknown='matrix', which makes all of them one operator type"
-    remedy = f"Paste, edit and pass as patterns=patterns:\n{format_patterns(refused)}"
-    require(not refused, "patterns", value, f"{expected}. {remedy}")
+    options = {"flatten_conv": flatten_conv, "per_head": bool(per_head)}
+    options["takes_unknown"] = unknown == "matrix"
+    classified = _classify(parameters, targets, shapes, sites, **options)
     pairs_by_key = defaultdict[tuple[bool, bool, int], list[tuple[str, nn.Parameter]]](list)
     for name, parameter in parameters:
         views, reason = classified[name]
@@ -156,6 +139,47 @@ def _as_modules(model: Any) -> list[nn.Module]:
         expected = "a module or a list of modules: param_groups(model), not model.parameters()"
         require(isinstance(part, nn.Module), "model", f"a {type(part).__name__}", expected)
     return parts
+
+
+def _check_use(
+    field: str,
+    patterns: Iterable[str],
+    parts: Sequence[nn.Module],
+    names: Mapping[nn.Parameter, str],
+) -> None:
+    """Refuse expressions that match no parameter, and name the first name of a tied one."""
+    for pattern in patterns:
+        if any(re.fullmatch(pattern, name) for name in names.values()):
+            continue
+        for part in parts:
+            for alias, parameter in part.named_parameters(remove_duplicate=False):
+                tied = f"{pattern!r}, and {clean_name(alias)} is tied to {names[parameter]}"
+                is_alias = re.fullmatch(pattern, clean_name(alias)) is not None
+                require(not is_alias, field, tied, f"one that matches {names[parameter]}")
+        expected = "one that matches a whole name, or allow_unused=True"
+        require(False, field, f"{pattern!r}, which matches no parameter", expected)
+
+
+def _classify(
+    parameters: Sequence[tuple[str, nn.Parameter]],
+    patterns: Patterns,
+    shapes: Shapes,
+    sites: Mapping[str, Site],
+    **options: bool,
+) -> dict[str, Classified]:
+    """Matrices of all parameters to train, by name; ``options`` are those of `find_views`."""
+    classified: dict[str, Classified] = {}
+    for name, parameter in parameters:
+        if parameter.is_complex():
+            classified[name] = None, "complex"
+        else:
+            classified[name] = find_views(name, patterns, shapes, sites[name], **options)
+    refused = {name: shapes[name] for name, made in classified.items() if made == (None, UNKNOWN)}
+    value = f"matrices of unknown names inside blocks ({len(refused)}), first {[*refused][:1]}"
+    expected = "a pattern for each, or unknown='matrix', which makes all of them one operator type"
+    remedy = f"Paste, edit and pass as patterns=patterns:\n{format_patterns(refused)}"
+    require(not refused, "patterns", value, f"{expected}. {remedy}")
+    return classified
 
 
 def describe(

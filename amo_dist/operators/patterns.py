@@ -140,8 +140,8 @@ def is_head(name: str) -> bool:
 def clean_name(name: str) -> str:
     """Remove the components that wrappers add to a name.
 
-    Those of ``torch.compile``, activation checkpointing, FSDP and PEFT go wherever they stand, the
-    ``module.`` of DDP at the start.
+    Those of ``torch.compile``, activation checkpointing, FSDP, PEFT and parametrizations go
+    wherever they stand, the ``module.`` of DDP at the start.
     """
     return _WRAPPERS.sub("", name).removeprefix("module.")
 
