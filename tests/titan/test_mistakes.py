@@ -158,6 +158,7 @@ CALLS: list[tuple[Callable[[], object], str]] = [
     (lambda: optimizer("Muon", schedule_file="none.toml"), "schedule_file"),
     (lambda: groups(no_decay=("nowhere",)), "no_decay"),
     (lambda: groups(no_decay=("(",)), "no_decay"),
+    (lambda: optimizers.validate(config("AdamW", patterns={"(": "attn_q"})), "optimizer.patterns"),
     (lambda: groups(lr_multipliers={".*norm.*": -1.0}), "lr_multipliers['.*norm.*']"),
     (lambda: override('amo={"observe_til": 1}'), "override.imports: observe_til"),
     (lambda: override('amo={"lr": "1e-3"}'), "override.imports: lr"),

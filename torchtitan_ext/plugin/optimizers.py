@@ -17,7 +17,7 @@ from torchtitan.models.common.attention import FusedQKVLinear
 
 from amo_dist.config import AMOConfig, MuonConfig
 from amo_dist.operators.groups import param_groups
-from amo_dist.operators.patterns import clean_name
+from amo_dist.operators.patterns import check_expressions, clean_name
 from amo_dist.operators.views import Fused
 from amo_dist.optimizers.muon import Muon
 from amo_dist.optimizers.named import MUON_SCHEDULES, OPTIMIZER_NAMES, make_optimizer
@@ -66,11 +66,14 @@ def validate(config: Any) -> None:
     """Check ``[optimizer]``.
 
     Raises:
-        ValueError: For an unknown name, or a schedule that the named optimizer does not read.
+        ValueError: For an unknown name, an expression that is none, or a schedule that the named
+            optimizer does not read.
     """
     if config.name not in OPTIMIZER_NAMES:
         known = ", ".join(map(repr, OPTIMIZER_NAMES))
         raise ValueError(f"optimizer.name: found {config.name!r}, expected one of {known}")
+    for name, expression in _expressions(config):
+        check_expressions(f"optimizer.{name}", [expression])
     sources = [name for name in ("schedule", "schedule_file") if getattr(config.muon, name)]
     if sources and (config.name != "Muon" or len(sources) > 1):
         raise ValueError(
