@@ -1,4 +1,4 @@
-"""Settings of the optimizers, by concern, and the names of operator types."""
+"""Settings of the optimizers, and the names of operator types."""
 
 from __future__ import annotations
 

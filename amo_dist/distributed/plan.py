@@ -9,7 +9,6 @@ the buckets in flight bound the memory.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
@@ -168,11 +167,11 @@ class ExchangePlan:
     @property
     def num_sent(self) -> int:
         """Elements that this rank sends to others in a step, in both directions."""
-        sides = (side for bucket in self.buckets for side in (bucket.to_owners, bucket.to_holders))
-        held_by_peer = (zip(self.peers, side, strict=True) for side in sides)
         return sum(
             count_elements(held)
-            for peer, held in itertools.chain(*held_by_peer)
+            for bucket in self.buckets
+            for held_by_peer in (bucket.to_owners, bucket.to_holders)
+            for peer, held in zip(self.peers, held_by_peer, strict=True)
             if peer != self.rank
         )
 

@@ -285,12 +285,13 @@ class Membership:
         missing = [ranks for ranks in rank_sets if len(ranks) > 1 and ranks not in known]
         gathered = gather_json(missing, world).values()
         to_make = sorted({tuple(ranks) for sets in gathered for ranks in sets})
-        expected = (
-            f"one, as the world, ranks {list(self.ranks)}, is not the whole job: have all ranks of "
-            "the job make it before the first step, by dist.new_group"
-        )
-        unknown = f"no group of ranks {[*to_make, ()][0]}, which share a matrix"
-        require(not to_make or _is_whole(self.ranks), "process_group", unknown, expected)
+        if to_make and not _is_whole(self.ranks):
+            raise ValueError(
+                f"process_group: found no group of ranks {list(to_make[0])}, which share a matrix, "
+                f"in a world of ranks {list(self.ranks)}, expected one where these are not the "
+                "whole job: have all ranks of the job make it before the first step, "
+                f"dist.new_group({list(to_make[0])})"
+            )
         for ranks in to_make:
             group = dist.new_group(list(ranks), timeout=_timeout())
             if this_rank() in ranks:

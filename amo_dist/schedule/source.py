@@ -39,9 +39,9 @@ _Item = TypeVar("_Item")
 PHASES = ("observation", "transition", "locked", "uniform")
 """The phases of AMO, in their order; ``uniform`` follows ``observation`` under ``observe_only``."""
 
-_SHARED = {field.name for field in dataclasses.fields(MuonConfig)}
 # Settings by which errors are neither measured nor weighted.
-_KEPT = _SHARED - {"update_norm", "adjust_lr"} | {"seed"}
+_KEPT = {"seed", *(field.name for field in dataclasses.fields(MuonConfig))}
+_KEPT -= {"update_norm", "adjust_lr"}
 
 
 class Source:
