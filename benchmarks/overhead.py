@@ -26,6 +26,7 @@ from amo_dist.kernels.spectrum import distances
 from amo_dist.operators.groups import param_groups
 from amo_dist.schedule.polar_express import SAFETY
 from amo_dist.schedule.source import Amo
+from amo_dist.schedule.types import Measurement
 from benchmarks.measure import CLOCKS, paired, report
 from benchmarks.shapes import ELL_BY_TYPE, MODELS, DecoderShape, make_module, matrices
 
@@ -94,7 +95,7 @@ def _transition(model: DecoderShape, settings: AMOConfig, clock: str) -> tuple[f
     types = {info.name: info.operator_type for info in matrices(model)}
     ells = {name: ELL_BY_TYPE[types[name]] for name in source.sample(1)}
     table = coefficient_table(source.candidates())
-    observed = {name: [ell, 0.0, *_errors(ell, table)] for name, ell in ells.items()}
+    observed = {name: Measurement(ell, False, _errors(ell, table)) for name, ell in ells.items()}
     plan_seconds = _median_seconds(lambda: source.record(1, observed), 1, clock)
     steps = itertools.count(2)
 

@@ -18,7 +18,7 @@ from amo_dist.kernels.newton_schulz import orthogonalize
 from amo_dist.kernels.spectrum import distances, spectrum
 from amo_dist.schedule.polar_express import SAFETY
 from amo_dist.schedule.source import Amo
-from amo_dist.schedule.types import MatrixInfo, Schedule
+from amo_dist.schedule.types import MatrixInfo, Measurement, Schedule
 
 
 class Oracle:
@@ -104,7 +104,8 @@ class Oracle:
             ell, sigma, is_clamped = spectrum(momentum)
             exact_norm = self.config.update_norm == "exact"
             errors = distances(sigma / SAFETY, table, exact_norm=exact_norm)
-            rows[name] = [ell.item(), float(is_clamped), *errors.tolist()]
+            if not ell.isnan():
+                rows[name] = Measurement(ell.item(), is_clamped, errors.tolist())
         source.record(self.step_number, rows)
 
     def _direction(self, momentum: Tensor) -> Tensor:

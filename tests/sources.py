@@ -8,7 +8,7 @@ from typing import Any
 
 from amo_dist.config import AMOConfig
 from amo_dist.schedule.source import Amo
-from amo_dist.schedule.types import MatrixInfo, Schedule
+from amo_dist.schedule.types import MatrixInfo, Measurement, Schedule
 
 TYPES = ("attn_q", "mlp_down", "expert")
 REGISTRY = [
@@ -50,17 +50,15 @@ def amo(config: AMOConfig = PAPER) -> Amo:
     return source
 
 
-def observed(source: Amo, ell_by_name: Mapping[str, float]) -> dict[str, list[float]]:
-    """Observations of matrices of which only ``ell`` is known."""
-    candidates, found = source.candidates(), {}
-    errors = {
-        ell: [distance(spectrum(ell), schedule) for schedule in candidates]
+def observed(source: Amo, ell_by_name: Mapping[str, float]) -> dict[str, Measurement]:
+    """Observations of matrices of which only ``ell`` is known; NaN has none."""
+    candidates = source.candidates()
+    measurements = {
+        ell: Measurement(ell, False, [distance(spectrum(ell), schedule) for schedule in candidates])
         for ell in {*ell_by_name.values()}
-        if 0 < ell < math.inf
+        if ell > 0
     }
-    for name, ell in ell_by_name.items():
-        found[name] = [ell, 0.0, *errors.get(ell, [math.nan] * len(candidates))]
-    return found
+    return {name: measurements[ell] for name, ell in ell_by_name.items() if ell > 0}
 
 
 def observe(source: Amo, step: int, ell: Mapping[str, float] = ELL) -> list[str]:

@@ -60,18 +60,6 @@ def control_device(group: dist.ProcessGroup | None) -> torch.device:
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
-def sum_over(values: Sequence[float], group: dist.ProcessGroup | None) -> list[float]:
-    """Elementwise sum over ranks, in float64.
-
-    The sum is exact if only one rank has a value other than zero in a slot.
-    """
-    if group is None:
-        return list(values)
-    vector = torch.tensor(list(values), dtype=torch.float64, device=control_device(group))
-    dist.all_reduce(vector, group=group)
-    return [float(value) for value in vector.tolist()]
-
-
 def max_over(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Elementwise maximum over ranks, in place."""
     if group is not None:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from itertools import chain, islice
 
 import torch
 from torch import Tensor
 
-from amo_dist.distributed.ranks import sum_over
-from amo_dist.engine.step import Engine, Measurement, Step
+from amo_dist.distributed.ranks import control_device, max_over
+from amo_dist.engine.step import Engine, Step
 from amo_dist.kernels.spectrum import distances, spectrum
 from amo_dist.schedule.polar_express import SAFETY
-from amo_dist.schedule.types import MatrixInfo, Schedule
+from amo_dist.schedule.types import MatrixInfo, Measurement, Schedule
 
 GUARD_BOUND = 1.1
 """A residual ``||X X^T - I||_F / sqrt(min(m, n))`` above this is warned of: singular values below
@@ -49,8 +48,8 @@ def measure_spectrum(
     return torch.cat([ell.view(1), ell.new_full((1,), float(is_clamped)), errors])
 
 
-def observe(engine: Engine, step: Step, measurement: Measurement) -> dict[str, list[float]]:
-    """Measure matrices after a step, each on the rank that gets it; a collective over the world.
+def observe(engine: Engine, step: Step) -> dict[str, Measurement]:
+    """Measure the sample of a step, each matrix on the rank that gets it; a collective.
 
     What the step orthogonalized is gathered once more, in float32: training rounds it to send it.
     If that fails on one rank, all raise at their next vote.
@@ -58,38 +57,45 @@ def observe(engine: Engine, step: Step, measurement: Measurement) -> dict[str, l
     Args:
         engine: Engine that has run the step.
         step: The step.
-        measurement: Matrices and what to measure of them.
 
     Returns:
-        Values of each matrix by its name, the same on all ranks; the first is NaN where it is zero
-        or was not measured.
+        Measurements by name, the same on all ranks, of the matrices that have a spectrum.
     """
-    world, values, table = engine.world, dict[str, list[float]](), measurement.table
-    is_exact, width = engine.config.update_norm == "exact", 2 + len(table)
-    for index, momentum in engine.gather_momentum(step, measurement):
-        name = engine.parameters.matrices[index].name
+    orders, rows = step.orders, dict[str, list[float]]()
+    table, is_exact = coefficient_table(orders.candidates), engine.config.update_norm == "exact"
+    for name, momentum in engine.gather_sample(step):
         start = time.perf_counter()
         try:
             row = measure_spectrum(momentum, table, SAFETY, exact_norm=is_exact).tolist()
         except Exception as error:
-            part = f"step {step.orders.step}: measuring {name}"
-            engine.ballots.report_failure(part, error)
+            engine.ballots.report_failure(f"step {orders.step}: measuring {name}", error)
             continue
         step.seconds += time.perf_counter() - start
-        if world.rank in world.reporting_ranks[name]:
-            values[name] = row
-    rows = [values.get(name, [0.0] * width) for name in measurement.names]
-    agreed = iter(sum_over([*chain.from_iterable(rows)], world.group))
-    by_name = {name: list(islice(agreed, width)) for name in measurement.names}
-    return {name: [ell or math.nan, *errors] for name, (ell, *errors) in by_name.items()}
+        if not math.isnan(row[0]):
+            rows[name] = row
+    # Nothing that is measured is negative, so the maximum over ranks is what a rank has measured.
+    # Replicas that do not know of each other measure the same.
+    nothing = [0.0] * (2 + len(table))
+    agreed = agreed_maximum([rows.get(name, nothing) for name in orders.sample], engine)
+    return {
+        name: Measurement(ell, is_clamped == 1, errors)
+        for name, (ell, is_clamped, *errors) in zip(orders.sample, agreed, strict=True)
+        if ell > 0
+    }
 
 
 def agreed_residual(engine: Engine, step: Step) -> float:
     """The residual of the matrix to check; a collective over the world."""
-    name, world, own = step.orders.checked, engine.world, 0.0
-    if step.residual is not None and world.rank in world.reporting_ranks[name or ""]:
-        own = step.residual.item()
-    return sum_over([own], world.group)[0]
+    own = 0.0 if step.residual is None else step.residual.item()
+    return agreed_maximum([[own]], engine)[0][0]
+
+
+def agreed_maximum(rows: Sequence[Sequence[float]], engine: Engine) -> list[list[float]]:
+    """Elementwise maximum over the world, in float64."""
+    group = engine.world.group
+    values = torch.tensor(rows, dtype=torch.float64, device=control_device(group))
+    greatest: list[list[float]] = max_over(values, group).tolist()
+    return greatest
 
 
 def matrix_to_check(registry: Sequence[MatrixInfo], step: int, every: int) -> str | None:

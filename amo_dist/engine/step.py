@@ -52,12 +52,7 @@ from amo_dist.distributed.bucket import (
 )
 from amo_dist.distributed.layout import Region, flattened
 from amo_dist.distributed.plan import assign, plan_exchange
-from amo_dist.distributed.ranks import (
-    GroupLike,
-    Membership,
-    check_alike,
-    failure_text,
-)
+from amo_dist.distributed.ranks import GroupLike, Membership
 from amo_dist.engine.ballot import Ballots, Verdict
 from amo_dist.engine.hyperparameters import describe_group, learning_rate, momentum_of
 from amo_dist.engine.parameters import (
@@ -105,39 +100,28 @@ class Exchange(NamedTuple):
     sent_bytes: int
 
 
-class Measurement(NamedTuple):
-    """A measurement of the momentum of some matrices, each by one rank that has it whole.
-
-    Attributes:
-        names: Names of the matrices to measure.
-        exchanges: Exchanges that bring each to its rank, in float32; made for this step alone.
-        table: Coefficients of the schedules whose errors are measured, ``(schedules, steps, 3)``.
-    """
-
-    names: Sequence[str]
-    exchanges: Sequence[Exchange]
-    table: Tensor
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Orders:
     """Orders of the optimizer for one step.
 
     Attributes:
         step: Optimizer step, counted from 1.
-        schedules: Schedule of each matrix of this process; the same object until one changes.
-        owners_version: Number at whose change owners are assigned anew.
-        fingerprint: Lines that must be alike on all ranks.
-        checked: Name of the matrix whose residual is measured; None for none.
-        measurement: Measurement that follows the step, if any.
+        schedules: Schedule of each matrix of this process.
+        digest: Digest of the settings and of all schedules, alike on all ranks.
+        owners_are_final: Whether owners are those of the locked schedules; others balance the
+            work of the first ones.
+        sample: Names of the matrices to observe after the step; empty at most steps.
+        candidates: Schedules whose errors the observation measures.
+        checked: Name of the matrix whose residual is measured; None at most steps.
     """
 
     step: int
     schedules: Sequence[Schedule]
-    owners_version: Hashable
-    fingerprint: Sequence[str]
+    digest: str
+    owners_are_final: bool
+    sample: Sequence[str]
+    candidates: Sequence[Schedule]
     checked: str | None
-    measurement: Measurement | None
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -274,9 +258,12 @@ class Engine:
         counts = sorted(set(map(len, self._sum_sizes.values())))
         expected = "the same number for all matrices, with 0 elements for those without one"
         require(len(counts) <= 1, f"{type(rule).__name__}.sums", f"{counts} sums", expected)
-        self._owners_version: Hashable = None
-        # Exchanges of training, which serve step after step.
+        # Exchanges of training, which serve step after step, and `Orders.owners_are_final` of them;
+        # None where owners must be assigned.
         self._exchanges: list[Exchange] = []
+        self._owners_are_final: bool | None = None
+        # Exchanges of the coming observation alone.
+        self._sampled: list[Exchange] = []
         self.sent_bytes = 0
         # `Step.norms` of the last step, for metrics.
         self._norms: list[tuple[float, Tensor]] = []
@@ -322,18 +309,41 @@ class Engine:
         Raises:
             As `Ballots.vote`.
         """
-        is_new = orders.owners_version != self._owners_version
-        # A skipped step must not be recorded, and the checks of new owners read the device.
-        measures = orders.checked is not None or orders.measurement is not None
-        waits = not self._is_on_device or is_new or measures
-        if fault is not None:
-            return self.ballots.vote(orders.step, "", fault, waits=waits)
-        lines = [*orders.fingerprint, f"{'a new' if is_new else 'the last'} exchange plan"]
-        lines.append(f"{'waits' if waits else 'does not wait'} for the verdict")
-        # Stages of a pipeline have groups of their own.
-        for index, group in enumerate(self.groups if self.world.shares_all else []):
-            lines.append(f"group {index}: {describe_group(group, self.rule.defaults)}")
-        return self.ballots.vote(orders.step, "\n".join(lines), None, waits=waits)
+        is_new = orders.owners_are_final is not self._owners_are_final
+        if is_new:  # frees the old buffers; and all ranks make new ones even if the vote raises
+            self._exchanges, self._owners_are_final = [], None
+        # A step that was skipped must not be recorded, and one that lacks buffers cannot run.
+        measures = bool(orders.sample) or orders.checked is not None
+        waits, lines = not self._is_on_device or is_new or measures, list[str]()
+        if fault is None:
+            if is_new or orders.sample:
+                self._make_buffers(orders, is_new)
+            lines = [
+                f"step {orders.step}",
+                f"settings, schedules and state {orders.digest}",
+                f"measured {list(orders.sample)}, {orders.checked}",
+                f"{'a new' if is_new else 'the last'} exchange plan",
+                f"{'waits' if waits else 'does not wait'} for the verdict",
+            ]
+            # Stages of a pipeline have groups of their own.
+            for index, group in enumerate(self.groups if self.world.shares_all else []):
+                lines.append(f"group {index}: {describe_group(group, self.rule.defaults)}")
+        verdict = self.ballots.vote(orders.step, "\n".join(lines), fault, waits=waits)
+        self._owners_are_final = orders.owners_are_final
+        return verdict
+
+    def _make_buffers(self, orders: Orders, is_new: bool) -> None:
+        """Make the exchanges that the step lacks; if that fails here, the vote says so to all."""
+        matrices, schedules = self.parameters.matrices, orders.schedules
+        sampled = [i for i, matrix in enumerate(matrices) if matrix.name in orders.sample]
+        try:
+            if is_new:
+                self._exchanges = self._make_exchanges(range(len(matrices)), schedules, self.wire)
+            # Training rounds what it sends, and an observation does not.
+            dtype = torch.float32
+            self._sampled = self._make_exchanges(sampled, schedules, dtype, returns=False)
+        except Exception as error:
+            self.ballots.report_failure(f"step {orders.step}: allocating buffers", error)
 
     def run(self, orders: Orders, verdict: Verdict) -> Step:
         """Update every parameter; a collective over the ranks that share parameters.
@@ -348,8 +358,6 @@ class Engine:
         Returns:
             The step, for the measurements that follow it.
         """
-        if orders.owners_version != self._owners_version:
-            self._assign_owners(orders)
         self.sent_bytes = 0
         params = [
             LocalParam(param, self.state[param.tensor], grad)
@@ -369,7 +377,7 @@ class Engine:
                 self._post(step)
         except BaseException:
             # Messages still under way must not arrive in the buffers of a later step.
-            self._owners_version, self._exchanges = None, []
+            self._owners_are_final, self._exchanges = None, []
             raise
         self._norms = step.norms
         self.ballots.report_updates(step.outcomes, step.skip_mask)
@@ -432,37 +440,34 @@ class Engine:
     def _pipeline(self, step: Step, buckets: Sequence[Bucket], *, is_first: bool) -> None:
         """Run the buckets of one set of ranks to their end, with double buffering.
 
-        AdamW runs under the first gather of the step. Bucket k takes the buffers of bucket k - 2.
-        A column is one turn of the loop::
+        A bucket that travels takes three turns of the loop: in the first its gather starts, in the
+        second its matrices are orthogonalized and its scatter starts, in the third its results are
+        applied. Bucket k takes the buffers of bucket k - 2, from which its matrices have gone::
 
-            bucket 0   gather | compute         | apply
-            bucket 1   gather |                 | compute         | apply
-            bucket 2          |         gather  |                 | compute         | apply
-            bucket 3          |                 |         gather  |                 | ...
+            turn       -2       -1       0         1         2         3
+            bucket 0   gather            compute   apply
+            bucket 1            gather             compute   apply
+            bucket 2                     gather              compute   apply
+            bucket 3                               gather              compute ...
 
-        All of them end before those of the next set begin: three sets that overlap in pairs could
+        Buckets that do not travel, and AdamW in the first set, run under the first gathers. All
+        buckets end before those of the next set begin: three sets that overlap in pairs could
         otherwise wait for one another in a circle.
         """
         local = [self._bucket(step, bucket) for bucket in buckets if not bucket.moves]
         moving = [self._bucket(step, bucket) for bucket in buckets if bucket.moves]
-        for run in moving[:BUCKETS_IN_FLIGHT]:
-            next(run)  # the gather starts
-        if is_first:
-            self._adamw(step)
-        for run in local:
-            for _ in run:
-                pass
-        for number, run in enumerate(moving):
-            next(run)  # gathered, orthogonalized; the scatter starts
-            if number + BUCKETS_IN_FLIGHT < len(moving):
-                next(moving[number + BUCKETS_IN_FLIGHT])
-            if number:
-                next(moving[number - 1], None)  # results have arrived, and are applied
-        if moving:
-            next(moving[-1], None)
+        for turn in range(-BUCKETS_IN_FLIGHT, len(moving) + 1):
+            if turn == 0:
+                if is_first:
+                    self._adamw(step)
+                for run in local:
+                    next(run, None)
+            for number in (turn, turn + BUCKETS_IN_FLIGHT, turn - 1):
+                if 0 <= number < len(moving):
+                    next(moving[number], None)
 
     def _bucket(self, step: Step, bucket: Bucket) -> Iterator[None]:
-        """One bucket, from momentum to updated parameters; pauses while it travels."""
+        """One bucket, from momentum to updated parameters; pauses twice if it travels."""
         with record_function("amo::gather"):
             self._pack_momentum(step, bucket.outgoing)
         yield from bucket.gather()
@@ -625,43 +630,17 @@ class Engine:
         local = step.params[matrix.param]
         return Piece(matrix, place.region, scale, self.groups[local.param.group], local)
 
-    def _assign_owners(self, orders: Orders) -> None:
-        """Assign owners anew; a collective over the world, which may wait."""
-        # The old buffers are freed first; and if this fails, all ranks plan anew.
-        self._exchanges, self._owners_version = [], None
-        indices, text = range(len(self.parameters.matrices)), "new owners"
-        try:
-            self._exchanges = self._make_exchanges(indices, orders.schedules, self.wire)
-        except Exception as error:
-            if self.world.group is None:
-                raise
-            text = failure_text(f"step {orders.step}: allocating buffers", error)
-        check_alike("owners", text, self.world.group)
-        self._owners_version = orders.owners_version
-
-    def exchanges_to_measure(
-        self, names: Collection[str], schedules: Sequence[Schedule]
-    ) -> list[Exchange]:
-        """Exchanges that bring each of some matrices to one rank, and send nothing back.
-
-        They follow from what all ranks know, and communicate nothing.
-
-        Args:
-            names: Names of the matrices.
-            schedules: Schedule of each matrix of this process.
-        """
-        indices = [i for i, matrix in enumerate(self.parameters.matrices) if matrix.name in names]
-        return self._make_exchanges(indices, schedules, torch.float32, returns=False)
-
-    def gather_momentum(self, step: Step, measurement: Measurement) -> Iterator[tuple[int, Tensor]]:
-        """Gather momentum to measure: index and whole matrix of each that this rank gets."""
-        for exchange in measurement.exchanges:
+    def gather_sample(self, step: Step) -> Iterator[tuple[str, Tensor]]:
+        """Gather the momentum to observe: name and whole matrix of each that this rank gets."""
+        exchanges, self._sampled = self._sampled, []
+        for exchange in exchanges:
             self.sent_bytes += exchange.sent_bytes
             for bucket in exchange.buckets:
                 self._pack_momentum(step, bucket.outgoing)
                 for _ in bucket.gather():
                     pass
-                yield from zip(bucket.owned, bucket.wholes, strict=True)
+                for index, whole in zip(bucket.owned, bucket.wholes, strict=True):
+                    yield self.parameters.matrices[index].name, whole
 
     def _make_exchanges(
         self,
@@ -672,6 +651,8 @@ class Engine:
         returns: bool = True,
     ) -> list[Exchange]:
         """The exchange of each set of ranks that shares matrices with this one.
+
+        They follow from what all ranks know, and communicate nothing.
 
         Args:
             indices: Indices of the matrices to exchange.

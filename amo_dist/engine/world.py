@@ -31,8 +31,6 @@ class World:
         group: Process group, or None on a single rank.
         rank: Rank of this process in the job.
         registry: Every matrix of the world, sorted by name.
-        reporting_ranks: Ranks whose observation of a matrix counts, by its name: the first that
-            list it. Plain tensors that are private to each rank share names.
         ranks: All ranks, in the order of the group.
         gradient_ranks: Ranks that must have a gradient alike, for each parameter of this process;
             this rank alone for one that others need not have.
@@ -45,7 +43,6 @@ class World:
     group: dist.ProcessGroup | None
     rank: int
     registry: tuple[MatrixInfo, ...]
-    reporting_ranks: Mapping[str, tuple[int, ...]]
     ranks: tuple[int, ...]
     gradient_ranks: tuple[Ranks, ...]
     rank_sets: tuple[Ranks, ...]
@@ -95,15 +92,13 @@ def agree_on_world(
     compare("parameters", {rank: own["texts"] for rank, own in by_rank.items()})
     # Equal values are one object: a thousand ranks have few different ones.
     distinct = list({id(listed): listed for listed in by_rank.values()}.values())
-    registry, reporting_ranks = survey(listed["matrices"] for listed in distinct)
     sets = {tuple(ranks) for listed in distinct for ranks in listed["sets"]}
     holders = {len(ranks) for listed in distinct for ranks, _ in listed["texts"]}
     wanted = (tuple(sorted(param.layout.ranks)) for param in parameters.params)
     return World(
         group=group,
         rank=this_rank(),
-        registry=registry,
-        reporting_ranks=reporting_ranks,
+        registry=registry_of(listed["matrices"] for listed in distinct),
         ranks=members(group),
         gradient_ranks=tuple(gradient_ranks),
         rank_sets=tuple(sorted(sets)),
@@ -128,10 +123,10 @@ def _ranks_with_gradients(parameters: Parameters, index: int) -> Ranks:
     return holders.pop() if len(holders) == 1 else (rank,)
 
 
-def survey(
+def registry_of(
     by_rank: Iterable[Sequence[tuple[Sequence[int], Sequence[Sequence[Any]]]]],
-) -> tuple[tuple[MatrixInfo, ...], dict[str, tuple[int, ...]]]:
-    """Every matrix of the world, and the ranks whose observation of it counts.
+) -> tuple[MatrixInfo, ...]:
+    """Every matrix of the world, sorted by name; plain tensors on several ranks may share one.
 
     Args:
         by_rank: Ranks and fields of the matrices of each parameter, for each rank.
@@ -139,15 +134,13 @@ def survey(
     Raises:
         RankMismatchError: One name stands for two matrices.
     """
-    registry: dict[str, MatrixInfo] = {}
-    reporting_ranks: dict[str, tuple[int, ...]] = {}
+    registry: dict[str, tuple[int, MatrixInfo]] = {}
     for ranks, matrices in (pair for pairs in by_rank for pair in pairs):
         for name, (m, n), *fields in matrices:
             info = MatrixInfo(name, (m, n), *fields)
-            first_ranks = reporting_ranks.setdefault(name, tuple(ranks))
-            expected = registry.setdefault(name, info)
+            first, expected = registry.setdefault(name, (ranks[0], info))
             if info != expected:
                 raise RankMismatchError(
-                    f"{name}: rank {first_ranks[0]} has {expected}; rank {ranks[0]} has {info}"
+                    f"{name}: rank {first} has {expected}; rank {ranks[0]} has {info}"
                 )
-    return tuple(registry[name] for name in sorted(registry)), reporting_ranks
+    return tuple(registry[name][1] for name in sorted(registry))

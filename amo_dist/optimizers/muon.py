@@ -34,7 +34,6 @@ from amo_dist.engine.hyperparameters import (
 from amo_dist.engine.observe import (
     GUARD_BOUND,
     agreed_residual,
-    coefficient_table,
     matrix_to_check,
     observe,
 )
@@ -45,12 +44,12 @@ from amo_dist.engine.parameters import (
     split_groups,
 )
 from amo_dist.engine.rule import UpdateRule
-from amo_dist.engine.step import Engine, Measurement, Orders
+from amo_dist.engine.step import Engine, Orders
 from amo_dist.engine.world import World, agree_on_world
 from amo_dist.operators.patterns import format_patterns
 from amo_dist.schedule.plan import Plan
 from amo_dist.schedule.source import Source, as_source
-from amo_dist.schedule.types import Schedule
+from amo_dist.schedule.types import Measurement, Schedule
 from amo_dist.state import control as controls
 from amo_dist.state import load
 from amo_dist.state.control import ScheduleState
@@ -70,7 +69,7 @@ class _Decision(NamedTuple):
     """Schedules of a version of the source.
 
     Attributes:
-        version: Version of the source.
+        version: Version of the source; see `Source.version`.
         schedules: Schedule of each matrix of this process.
         digest: Digest of the settings, of the source's state and of the schedules of all matrices.
     """
@@ -254,6 +253,8 @@ class Muon(torch.optim.Optimizer):
         if not engine.is_connected:
             self._connect(fault)
         self._read_verdict()
+        # Set now and not after the step, which may raise.
+        self._state_before = self._schedule_state
         orders = self._orders()
         verdict = engine.agree(orders, fault)
         if verdict.is_idle:
@@ -265,8 +266,8 @@ class Muon(torch.optim.Optimizer):
             step = engine.run(orders, verdict)
         self._schedule_state = dataclasses.replace(self._schedule_state, steps_taken=orders.step)
         with torch.profiler.record_function("amo::observe"):
-            if (measurement := orders.measurement) is not None:
-                self._record(orders.step, observe(engine, step, measurement) if step else {})
+            if orders.sample:
+                self._record(orders.step, observe(engine, step) if step else {})
                 self._observe_seconds = step.seconds if step else 0.0
             if orders.checked is not None:
                 self._check_residual(orders, agreed_residual(engine, step) if step else 0.0)
@@ -293,50 +294,38 @@ class Muon(torch.optim.Optimizer):
         logger.warning("step %d skipped: %s", step, reason)
 
     def _orders(self) -> Orders:
-        """The orders of the coming step; what they hold is made anew where schedules change."""
-        state, decision, world = self._schedule_state, self._decision, self._engine.world
-        source, step = state.source, state.steps_taken + 1
-        version, sample = source.version(step), source.sample(step)
-        if decision is None or decision.version != version:
-            by_key = source.schedules(step)
-            infos = {info.name: info for info in world.registry}
-            matrices = self._engine.parameters.matrices
-            schedules = [by_key[source.key(infos[matrix.name])] for matrix in matrices]
-            digests = {key: schedule.digest() for key, schedule in by_key.items()}
-            config = state.config.to_dict()
-            values = {"config": config, "schedules": digests, "source": source.state()}
-            digest = hashlib.sha256(controls.to_text(values).encode()).hexdigest()
-            decision = self._decision = _Decision(version, schedules, digest)
-        # The transition changes costs at each step, and a new assignment waits for all ranks.
-        has_fixed_owners = (
-            state.config.ownership == "round_robin" or source.phase(step) == "transition"
-        )
-        every, measurement = state.config.ns_guard_every, None
-        checked = matrix_to_check(world.registry, step, every) if every else None
-        if sample:
-            try:
-                exchanges = self._engine.exchanges_to_measure(sample, decision.schedules)
-                measurement = Measurement(sample, exchanges, coefficient_table(source.candidates()))
-            except Exception as error:  # without memory, say; the ballot tells all ranks
-                self._engine.ballots.report_failure(f"step {step}: preparing to measure", error)
-                # All ranks wait for the verdict of a step that measures, and so does this one.
-                measurement = Measurement(sample, (), coefficient_table(()))
-        # Set now and not after the step, which may raise.
-        self._state_before = state
+        """The orders of the coming step."""
+        state = self._schedule_state
+        step, config, source = state.steps_taken + 1, state.config, state.source
+        decision, sample, every = self._decide(step), source.sample(step), config.ns_guard_every
         return Orders(
             step,
             decision.schedules,
-            owners_version=0 if has_fixed_owners else version,
-            fingerprint=[
-                f"step {step}",
-                f"settings, schedules and state {decision.digest}",
-                f"measured {list(sample)}, {checked}",
-            ],
-            checked=checked,
-            measurement=measurement,
+            decision.digest,
+            # Once, at the lock, as new owners make all ranks wait.
+            owners_are_final=config.ownership == "balanced" and source.phase(step) == "locked",
+            sample=sample,
+            candidates=source.candidates() if sample else (),
+            checked=matrix_to_check(self._engine.world.registry, step, every) if every else None,
         )
 
-    def _record(self, step: int, observed: Mapping[str, Sequence[float]]) -> None:
+    def _decide(self, step: int) -> _Decision:
+        """The schedules of a step, which are made anew where the version of the source changes."""
+        source = self._schedule_state.source
+        version = source.version(step)
+        if self._decision is None or self._decision.version != version:
+            by_key = source.schedules(step)
+            infos = {info.name: info for info in self._engine.world.registry}
+            matrices = self._engine.parameters.matrices
+            schedules = [by_key[source.key(infos[matrix.name])] for matrix in matrices]
+            digests = {key: schedule.digest() for key, schedule in by_key.items()}
+            config = self.config.to_dict()
+            values = {"config": config, "schedules": digests, "source": source.state()}
+            digest = hashlib.sha256(controls.to_text(values).encode()).hexdigest()
+            self._decision = _Decision(version, schedules, digest)
+        return self._decision
+
+    def _record(self, step: int, observed: Mapping[str, Measurement]) -> None:
         """Hand an observation to the source, which plans at the last one; each rank by itself."""
         state, world = self._schedule_state, self._engine.world
         source = copy.copy(state.source)
@@ -345,8 +334,7 @@ class Muon(torch.optim.Optimizer):
         except Exception as error:
             self._engine.ballots.report_failure(f"step {step}: recording an observation", error)
             return
-        # The digest of a decision has the source's state, which changes without a new version.
-        self._schedule_state, self._decision = dataclasses.replace(state, source=source), None
+        self._schedule_state = dataclasses.replace(state, source=source)
         if world.rank != world.ranks[0]:
             return
         if self.plan is not None:

@@ -30,7 +30,7 @@ from amo_dist.schedule.plan import (
     shrunk,
 )
 from amo_dist.schedule.polar_express import SAFETY, schedule_for
-from amo_dist.schedule.types import MatrixInfo, Schedule
+from amo_dist.schedule.types import MatrixInfo, Measurement, Schedule
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class Source:
         """
 
     def version(self, step: int) -> int:
-        """A number that is another one wherever schedules have changed."""
+        """A number that is another one wherever schedules or `state` have changed."""
         return 0
 
     def schedules(self, step: int) -> Mapping[str, Schedule]:
@@ -74,7 +74,7 @@ class Source:
         raise NotImplementedError
 
     def phase(self, step: int) -> str:
-        """``uniform``; for AMO see ``PHASES``."""
+        """``uniform``; for AMO see ``PHASES``. Once it is ``locked``, owners may be new ones."""
         return "uniform"
 
     def candidates(self) -> Sequence[Schedule]:
@@ -85,13 +85,12 @@ class Source:
         """Names of the matrices to observe at a step, sorted; none at most steps."""
         return ()
 
-    def record(self, step: int, observed: Mapping[str, Sequence[float]]) -> list[str]:
+    def record(self, step: int, observed: Mapping[str, Measurement]) -> list[str]:
         """Take in an observation, the same numbers on every rank.
 
         Args:
             step: Optimizer step.
-            observed: Measurements by name, see `amo_dist.engine.observe`; matrices of `sample` that
-                are missing count as invalid.
+            observed: Measurements by name; matrices of `sample` that are missing are invalid.
 
         Returns:
             Remarks for the log, which one rank writes.
@@ -266,10 +265,9 @@ class Amo(Source):
         return max(self.config.observe_until, following)
 
     def version(self, step: int) -> int:
-        """The number of steps of the transition that are taken."""
-        if self.plan is None:
-            return 0
-        return min(max(step - self.observe_until, 0), self.config.transition_steps)
+        """The number of observations, and of steps of the transition, that are taken."""
+        since = 0 if self.plan is None else max(step - self.observe_until, 0)
+        return len(self.observations) + min(since, self.config.transition_steps)
 
     def phase(self, step: int) -> str:
         """One of ``PHASES``."""
@@ -291,7 +289,8 @@ class Amo(Source):
             return dict.fromkeys(self._members, (self.config.base_steps, self.config.base_ell))
         if self.plan is None:
             fail("step", step, f"at most {self.observe_until} before the plan is made")
-        return self.plan.state_at(Fraction(self.version(step), self.config.transition_steps))
+        taken, steps = step - self.observe_until, self.config.transition_steps
+        return self.plan.state_at(Fraction(min(taken, steps), steps))
 
     # ---------------------------------------------------------------- observations
 
@@ -310,17 +309,17 @@ class Amo(Source):
         seed, size = self.config.seed, self.config.sample_size
         return {kind: draw(seed, step, kind, own, size) for kind, own in self._members.items()}
 
-    def record(self, step: int, observed: Mapping[str, Sequence[float]]) -> list[str]:
+    def record(self, step: int, observed: Mapping[str, Measurement]) -> list[str]:
         """Keep the medians of one observation, add up the errors, and plan at the last one."""
         ell: dict[str, float | None] = {}
         num_sampled, num_invalid, sums, lines = {}, {}, dict(self._sums), []
         for name, drawn in self._drawn(step).items():
-            valid = [m for m in drawn if 0 < observed.get(m.name, (math.nan,))[0] < math.inf]
-            ells = [min(observed[matrix.name][0], 1.0) / SAFETY for matrix in valid]
+            valid = [matrix for matrix in drawn if matrix.name in observed]
+            ells = [min(observed[matrix.name].ell, 1.0) / SAFETY for matrix in valid]
             ell[name] = statistics.median(ells) if ells else None
             num_sampled[name], num_invalid[name] = len(drawn), len(drawn) - len(valid)
             if valid:
-                rows = [observed[matrix.name][2:] for matrix in valid]
+                rows = [observed[matrix.name].errors for matrix in valid]
                 means = _means(rows, [matrix.weight for matrix in valid])
                 sums[name] = [*map(operator.add, sums.get(name, [0.0] * len(means)), means)]
             if len(valid) < len(drawn):
@@ -334,8 +333,8 @@ class Amo(Source):
         self.observations, self._sums = observations, sums
         return lines
 
-    def _remarks_on_tau(self, step: int, observed: Mapping[str, Sequence[float]]) -> list[str]:
-        clamped = sorted(name for name, (_, is_clamped, *_) in observed.items() if is_clamped == 1)
+    def _remarks_on_tau(self, step: int, observed: Mapping[str, Measurement]) -> list[str]:
+        clamped = sorted(name for name, measured in observed.items() if measured.is_clamped)
         if not (clamped and self._warns_of_tau):
             return []
         self._warns_of_tau = False

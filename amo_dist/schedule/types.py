@@ -1,10 +1,12 @@
-"""The words the schedule wing shares: a schedule and a matrix."""
+"""A schedule, a matrix, and the measurement of one."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from amo_dist.config import PRECONDITIONERS, Triple
 
@@ -85,6 +87,20 @@ class MatrixInfo:
     def weight(self) -> float:
         """The squared Frobenius norm of its update, were it exact and the learning rate one."""
         return self.rate * self.rate * min(self.shape)
+
+
+class Measurement(NamedTuple):
+    """Measurement of the momentum of one matrix.
+
+    Attributes:
+        ell: Least singular value over the Frobenius norm; above 0, and 1 but for rounding at most.
+        is_clamped: Whether the absolute tau of the AMO paper took the place of that value.
+        errors: Error of the update by each candidate.
+    """
+
+    ell: float
+    is_clamped: bool
+    errors: Sequence[float]
 
 
 def _is_finite_float(value: object) -> bool:

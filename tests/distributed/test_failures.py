@@ -158,7 +158,7 @@ def test_a_measurement_without_memory_is_named_before_its_step(run_on: Ranks, de
     first, (before, error, after) = run_on(2)(prepare, device)
     assert first == [before, error, after]
     assert (before, after) == ("", "")
-    assert error.startswith("RuntimeError: step 2: preparing to measure failed on rank 1: ")
+    assert error.startswith("RuntimeError: step 2: allocating buffers failed on rank 1: ")
 
 
 def test_a_single_process_raises_at_once_and_undoes_no_good_step() -> None:

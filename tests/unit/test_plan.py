@@ -32,7 +32,7 @@ from amo_dist.schedule.plan import (
 )
 from amo_dist.schedule.polar_express import error_curve, schedule_for
 from amo_dist.schedule.source import Amo
-from amo_dist.schedule.types import MatrixInfo, Schedule
+from amo_dist.schedule.types import MatrixInfo, Measurement, Schedule
 from tests.sources import MEASURED, distance, planned, spectrum
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -107,7 +107,8 @@ def observed(case: Case, registry: Sequence[MatrixInfo]) -> Amo:
             sigmas = case.spectra[name][i]
             # No kernel finds less than rounding.
             ell = max(sigmas[-1] / math.hypot(*sigmas), 1e-12)
-            rows[name] = [ell, 0.0, *(distance(sigmas, one, exact) for one in tried)]
+            errors = [distance(sigmas, one, exact) for one in tried]
+            rows[name] = Measurement(ell, False, errors)
         source.record(step, rows)
     return source
 

@@ -69,8 +69,6 @@ def parameter(name: str, operator_type: str, *own_ranks: int) -> tuple[Any, ...]
 
 def test_the_registry_holds_the_matrices_of_all_ranks_sorted() -> None:
     by_rank = [[parameter("b", "attn_q", 0)], [parameter("a", "attn_q", 1), ((1, 2), [])]]
-    registry, reporting_ranks = world.survey(by_rank)
-    assert [info.name for info in registry] == ["a", "b"]
-    assert reporting_ranks == {"b": (0,), "a": (1,)}
+    assert [info.name for info in world.registry_of(by_rank)] == ["a", "b"]
     with pytest.raises(RankMismatchError, match=r"a: rank 1 has .*attn_q.*; rank 2 has .*attn_k"):
-        world.survey([*by_rank, [parameter("a", "attn_k", 2)]])
+        world.registry_of([*by_rank, [parameter("a", "attn_k", 2)]])

@@ -21,7 +21,7 @@ from amo_dist.schedule.coefficients import named_schedule
 from amo_dist.schedule.plan import shrunk
 from amo_dist.schedule.polar_express import SAFETY, compose, schedule_for, simulate
 from amo_dist.schedule.source import Amo, Fixed, as_source, draw
-from amo_dist.schedule.types import Schedule
+from amo_dist.schedule.types import Measurement, Schedule
 from amo_dist.state.control import ScheduleState, control_record, restore, to_text
 from tests.sources import ELL, MEASURED, PAPER, REGISTRY, TYPES, amo, observe, observed, planned
 
@@ -66,7 +66,7 @@ def test_amo_from_the_first_step_to_the_lock(config: AMOConfig) -> None:
     plan = source.plan
     assert plan is not None
     versions = [source.version(step) for step in range(6, 13)]
-    assert versions == [0, 1, 2, 3, 4, 4, 4]
+    assert versions == [3, 4, 5, 6, 7, 7, 7]
     for step in (7, 8, 9):
         assert source.phase(step) == "transition"
         assert source.state_at(step) == plan.state_at(Fraction(step - 6, 4))
@@ -112,7 +112,7 @@ def test_invalid_matrices_are_left_out_counted_and_told() -> None:
     source = amo()
     ells = dict.fromkeys(source.sample(2), 0.5)
     mine = [name for name in ells if name.endswith("attn_q")]
-    ells[mine[0]], ells[mine[1]], ells[mine[2]] = math.nan, math.inf, 0.25
+    ells[mine[0]], ells[mine[1]], ells[mine[2]] = math.nan, math.nan, 0.25
     lines = source.record(2, observed(source, ells))
     (found,) = source.observations
     assert found.ell["attn_q"] == 0.25 / SAFETY
@@ -142,17 +142,19 @@ def test_single_rows_have_ell_one() -> None:
     assert schedule_for(ell, steps).coefficients == compose(1.0, steps)
 
 
+def clamped(source: Amo, step: int) -> dict[str, Measurement]:
+    """An observation whose least singular values are below tau."""
+    rows = observed(source, dict.fromkeys(source.sample(step), 0.1))
+    return {name: row._replace(is_clamped=True) for name, row in rows.items()}
+
+
 def test_the_papers_absolute_tau_is_told_once() -> None:
     source = amo()
     for step, count in ((2, 1), (4, 0)):
-        rows = observed(source, dict.fromkeys(source.sample(step), 0.1))
-        rows[source.sample(step)[0]][1] = 1.0
-        lines = [line for line in source.record(step, rows) if "tau" in line]
+        lines = [line for line in source.record(step, clamped(source, step)) if "tau" in line]
         assert len(lines) == count
     measured = amo(MEASURED)
-    rows = observed(measured, dict.fromkeys(measured.sample(2), 0.1))
-    rows[measured.sample(2)[0]][1] = 1.0
-    assert not measured.record(2, rows)
+    assert not measured.record(2, clamped(measured, 2))
 
 
 def test_metrics_have_the_same_keys_at_every_step() -> None:
