@@ -10,8 +10,8 @@ from typing import Any, NoReturn, TypeAlias, TypeVar
 
 __version__ = "0.2.0"
 
+# Types of a dense decoder, in their declared order.
 OPERATOR_TYPES = ("attn_q", "attn_k", "attn_v", "attn_o", "mlp_gate", "mlp_up", "mlp_down")
-"""Types of a dense decoder, in their declared order."""
 
 
 def sort_operator_types(operator_types: Iterable[str]) -> tuple[str, ...]:
@@ -27,20 +27,20 @@ def sort_operator_types(operator_types: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(set(operator_types), key=lambda name: (order.get(name, len(order)), name)))
 
 
+# Coefficients ``(a, b, c)`` of one Newton-Schulz step, ``p(x) = a x + b x^3 + c x^5``.
 Triple: TypeAlias = tuple[float, float, float]
-"""Coefficients ``(a, b, c)`` of one Newton-Schulz step, ``p(x) = a x + b x^3 + c x^5``."""
 
+# Region of a tensor: half-open ``(start, stop)`` per dim.
 Box: TypeAlias = tuple[tuple[int, int], ...]
-"""Region of a tensor: half-open ``(start, stop)`` per dim."""
 
+# Most Newton-Schulz steps of a type; rounding dominates the error long before.
 MOST_STEPS = 100
-"""Most Newton-Schulz steps of a type; rounding dominates the error long before."""
 
+# Values of ``nesterov``, for errors.
 NESTEROV = "true, false or a number in [0, 10]"
-"""Values of ``nesterov``, for errors."""
 
+# Scalings of a matrix before the first step.
 PRECONDITIONERS = ("frobenius", "aol")
-"""Scalings of a matrix before the first step."""
 
 _ADJUST_LR = ("match_rms_adamw", "original", "spectral")
 _UPDATE_NORMS = ("as_is", "exact")
@@ -244,8 +244,6 @@ class AMOConfig(MuonConfig):
             fewer, AMO lowers the limit and warns.
         max_steps: Most Newton-Schulz steps of a type. If the budget or the uniform schedule needs
             more, AMO raises the limit and warns.
-        observe_only: Whether to observe and record without making a plan. The uniform schedule then
-            runs for the whole run.
         seed: Seed of the random choice of observed matrices.
     """
 
@@ -261,7 +259,6 @@ class AMOConfig(MuonConfig):
     budget_ratio: float = 1.0
     min_steps: int = 3
     max_steps: int = 7
-    observe_only: bool = False
     seed: int = 42
 
     def __post_init__(self) -> None:
@@ -284,7 +281,6 @@ class AMOConfig(MuonConfig):
         _require_real("budget_ratio", self.budget_ratio, "a number in (0, 20]", 5e-324, 20.0)
         _require_int("min_steps", self.min_steps, 1, MOST_STEPS)
         _require_int("max_steps", self.max_steps, self.min_steps, MOST_STEPS)
-        _require_bool("observe_only", self.observe_only)
         _require_int("seed", self.seed, 0)
 
     @property

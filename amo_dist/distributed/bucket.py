@@ -19,8 +19,8 @@ from torch.profiler import record_function
 from amo_dist.distributed.layout import Matrix, Region
 from amo_dist.distributed.plan import BucketPlan, ByPeer, ExchangePlan, Held, count_elements
 
+# Buckets whose buffers are in use at once: bucket k takes those of bucket k - 2.
 BUCKETS_IN_FLIGHT = 2
-"""Buckets whose buffers are in use at once: bucket k takes those of bucket k - 2."""
 
 # Elements. Each whole matrix starts at a multiple of this, aligned like a tensor of its own: the
 # bits of a product may depend on that.

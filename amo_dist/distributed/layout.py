@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, zeros
 from amo_dist.compat import StridedShard, local_of
 from amo_dist.config import Box, require
 
+# Half-open ``(start, stop)``.
 Interval = tuple[int, int]
-"""Half-open ``(start, stop)``."""
 Placements = tuple[Any, ...]
 
 

@@ -15,10 +15,10 @@ from typing import TypeAlias
 
 from amo_dist.distributed.layout import Matrix, Region
 
+# Index of a matrix, and a region of it.
 Held: TypeAlias = tuple[int, Region]
-"""Index of a matrix, and a region of it."""
+# Regions for each peer, in the order of the process group and in that in which they travel.
 ByPeer: TypeAlias = tuple[tuple[Held, ...], ...]
-"""Regions for each peer, in the order of the process group and in that in which they travel."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

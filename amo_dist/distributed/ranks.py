@@ -23,10 +23,10 @@ from torch.distributed.tensor import DTensor
 from amo_dist.compat import group_timeout, process_groups, root_mesh
 from amo_dist.config import require
 
+# Global ranks, sorted.
 Ranks: TypeAlias = tuple[int, ...]
-"""Global ranks, sorted."""
+# Values that a user may pass as ``process_group``.
 GroupLike: TypeAlias = "dist.ProcessGroup | DeviceMesh | None"
-"""Values that a user may pass as ``process_group``."""
 
 # Start of a text that reports a failure.
 _FAILED = "\0failed\0"

@@ -17,8 +17,8 @@ import torch
 
 from amo_dist.doctor.site import Fault, Site, name_ranks
 
+# Seconds for the other ranks to answer after a check has ended here or run out of time.
 GRACE = 10.0
-"""Seconds for the other ranks to answer after a check has ended here or run out of time."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -18,14 +18,14 @@ from amo_dist.kernels.newton_schulz import orthogonalize
 from amo_dist.kernels.spectrum import spectrum
 from amo_dist.schedule.polar_express import schedule_for
 
+# Relative difference of a result in bfloat16: five steps lift roundings of 2^-9 to 0.01.
 DIFFERENCE = 0.05
-"""Relative difference of a result in bfloat16: five steps lift roundings of 2^-9 to 0.01."""
+# Relative error of ``ell`` that the kernels promise.
 ELL_ERROR = 1e-3
-"""Relative error of ``ell`` that the kernels promise."""
+# Time of a rank over the median at which its device counts as slow.
 SLOW = 2.0
-"""Time of a rank over the median at which its device counts as slow."""
+# Timings, of which the shortest counts: the others include connections, or something disturbed.
 TIMINGS = 5
-"""Timings, of which the shortest counts: the others include connections, or something disturbed."""
 
 
 def checks(site: Site, folder: Path | None = None) -> list[Check]:

@@ -23,8 +23,8 @@ from amo_dist.doctor.site import Site
 from amo_dist.operators.groups import param_groups
 from amo_dist.optimizers.amo import AMO
 
+# Fewest ranks of each layout; those of four need an even number.
 LAYOUTS = {"one": 1, "replicate": 2, "fsdp": 2, "hsdp": 4, "tp x fsdp": 4}
-"""Fewest ranks of each layout; those of four need an even number."""
 
 
 class Run:

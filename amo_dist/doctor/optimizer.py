@@ -17,11 +17,11 @@ from amo_dist.doctor.site import Fault, Site
 CONFIG = AMOConfig(
     observe_until=4, observe_every=2, sample_size=2, transition_steps=3, bucket_bytes=8192
 )
+# Steps of a run: four observed, three of transition, three locked.
 STEPS = 10
-"""Steps of a run: four observed, three of transition, three locked."""
+# Greatest difference of a parameter over the distance that it moved: in another batch a device may
+# round otherwise, and results of Newton-Schulz in bfloat16 then differ by a few roundings of 2^-8.
 TOLERANCE = 0.02
-"""Greatest difference of a parameter over the distance that it moved: in another batch a device may
-round otherwise, and results of Newton-Schulz in bfloat16 then differ by a few roundings of 2^-8."""
 
 
 def checks(site: Site) -> list[Check]:

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+# Seconds for all ranks to arrive.
 MEETING_SECONDS = 60.0
-"""Seconds for all ranks to arrive."""
 
 
 class Fault(RuntimeError):

@@ -50,11 +50,11 @@ from amo_dist.kernels.elementwise import exceed, real
 
 logger = logging.getLogger(__name__)
 
+# Steps in a row without any gradient of a matrix; the last of them is an error.
 MAX_IDLE_STEPS = 10
-"""Steps in a row without any gradient of a matrix; the last of them is an error."""
 
+# Largest entry of a matrix's gradient: float32 momentum holds the sum of many of them.
 LARGEST_GRADIENT = 2.0**100
-"""Largest entry of a matrix's gradient: float32 momentum holds the sum of many of them."""
 
 # Positions in the vector.
 _GRADIENT, _UPDATE, _MARKS = range(1, 4)

@@ -15,9 +15,9 @@ from amo_dist.kernels.spectrum import distances, spectrum
 from amo_dist.schedule.polar_express import SAFETY
 from amo_dist.schedule.types import MatrixInfo, Measurement, Schedule
 
+# A residual ``||X X^T - I||_F / sqrt(min(m, n))`` above this is warned of: singular values below
+# ``sqrt(2)`` leave at most 1.
 GUARD_BOUND = 1.1
-"""A residual ``||X X^T - I||_F / sqrt(min(m, n))`` above this is warned of: singular values below
-``sqrt(2)`` leave at most 1."""
 
 
 def coefficient_table(schedules: Sequence[Schedule]) -> Tensor:

@@ -28,8 +28,8 @@ from amo_dist.kernels.elementwise import ROUNDED_OFF
 from amo_dist.operators.views import MatrixView
 
 ALGORITHMS = ("muon", "adamw")
+# Name of the momentum in the state of a parameter with matrices.
 MOMENTUM = "momentum_buffer"
-"""Name of the momentum in the state of a parameter with matrices."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -17,9 +17,9 @@ from amo_dist.engine.parameters import Param, Parameters, Piece
 from amo_dist.engine.world import World
 from amo_dist.kernels.elementwise import update_scale
 
+# Adds up shares over whole matrices: takes a 1-D tensor or None for each piece, returns the total
+# over all pieces of its matrix, on all ranks, for each piece.
 AllSum: TypeAlias = Callable[[Sequence[Tensor | None]], list[Tensor]]
-"""Adds up shares over whole matrices: takes a 1-D tensor or None for each piece, returns the total
-over all pieces of its matrix, on all ranks, for each piece."""
 
 
 class UpdateRule:

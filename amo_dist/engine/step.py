@@ -25,8 +25,6 @@ import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import (
-    Collection,
-    Hashable,
     Iterator,
     Mapping,
     MutableMapping,
@@ -173,12 +171,15 @@ class Update(NamedTuple):
         return whole if self.region is None else self.region.view(whole)
 
 
-def batches(updates: Sequence[Update]) -> Collection[list[Update]]:
-    """Updates that are computed together: those of one group.
+def batches(
+    updates: Sequence[Update],
+) -> Iterator[tuple[int, list[Update], Sequence[Tensor]]]:
+    """Updates that are computed together: index of their group, updates, and weights to change.
 
-    Updates of master weights are in parts: float32 copies of all would be a second model in memory.
+    The weights are float32 where there are master weights, and those are lent in parts: copies of
+    all would be a second model in memory.
     """
-    parts: dict[Hashable, list[Update]] = defaultdict(list)
+    parts: dict[tuple[int, int], list[Update]] = defaultdict(list)
     num_lent = 0
     for update in updates:
         part = 0
@@ -186,19 +187,14 @@ def batches(updates: Sequence[Update]) -> Collection[list[Update]]:
             num_lent += update.change.numel()
             part = 1 + num_lent // GROUP_ELEMENTS
         parts[update.local.param.group, part].append(update)
-    return parts.values()
-
-
-@contextlib.contextmanager
-def lent_weights(batch: Sequence[Update]) -> Iterator[Sequence[Tensor]]:
-    """Lend the weights of a batch to be changed: float32 where there are master weights."""
-    weights = [update.view(update.local.weight) for update in batch]
-    if ROUNDED_OFF not in batch[0].local.state:
-        yield weights
-        return
-    remainders = [update.view(update.local.state[ROUNDED_OFF]) for update in batch]
-    with master_weights(weights, remainders) as masters:
-        yield masters
+    for (group, part), batch in parts.items():
+        weights = [update.view(update.local.weight) for update in batch]
+        if not part:
+            yield group, batch, weights
+            continue
+        remainders = [update.view(update.local.state[ROUNDED_OFF]) for update in batch]
+        with master_weights(weights, remainders) as masters:
+            yield group, batch, masters
 
 
 class Engine:
@@ -411,31 +407,28 @@ class Engine:
         ]
         with record_function("amo::adamw"), self._deferring(step, "AdamW"):
             is_skipped = None if step.skip_mask is None else step.skip_mask.to(torch.float32)
-            for batch in batches(updates):
-                states = [update.local.state for update in batch]
-                group = self.groups[batch[0].local.param.group]
+            for index, batch, weights in batches(updates):
+                states, group = [update.local.state for update in batch], self.groups[index]
                 beta1, beta2 = map(float, group["betas"])
-                with lent_weights(batch) as weights:
-                    pairs = zip(batch, weights, strict=True)
-                    is_fused = not weights[0].is_cpu
-                    adamw(
-                        real(weights),
-                        real([update.change.to(weight.dtype) for update, weight in pairs]),
-                        real([state["exp_avg"] for state in states]),
-                        real([state["exp_avg_sq"] for state in states]),
-                        [],
-                        [state["step"] for state in states],
-                        foreach=not is_fused,
-                        fused=is_fused,
-                        found_inf=is_skipped,
-                        amsgrad=False,
-                        beta1=beta1,
-                        beta2=beta2,
-                        lr=learning_rate(group),
-                        weight_decay=float(group["weight_decay"]),
-                        eps=float(group["eps"]),
-                        maximize=False,
-                    )
+                pairs, is_fused = zip(batch, weights, strict=True), not weights[0].is_cpu
+                adamw(
+                    real(weights),
+                    real([update.change.to(weight.dtype) for update, weight in pairs]),
+                    real([state["exp_avg"] for state in states]),
+                    real([state["exp_avg_sq"] for state in states]),
+                    [],
+                    [state["step"] for state in states],
+                    foreach=not is_fused,
+                    fused=is_fused,
+                    found_inf=is_skipped,
+                    amsgrad=False,
+                    beta1=beta1,
+                    beta2=beta2,
+                    lr=learning_rate(group),
+                    weight_decay=float(group["weight_decay"]),
+                    eps=float(group["eps"]),
+                    maximize=False,
+                )
 
     def _pipeline(self, step: Step, buckets: Sequence[Bucket], *, is_first: bool) -> None:
         """Run the buckets of one set of ranks to their end, with double buffering.
@@ -588,13 +581,12 @@ class Engine:
     def _apply(self, step: Step, pairs: Sequence[tuple[Piece, Tensor]]) -> None:
         """Decay pieces of parameters, and subtract their scaled updates; or set new weights."""
         updates = [Update(piece.local, x, piece.region, piece.scale) for piece, x in pairs]
-        for batch in batches(updates):
-            with record_function("amo::update"), lent_weights(batch) as weights:
-                changes = [update.change for update in batch]
+        with record_function("amo::update"):
+            for index, batch, weights in batches(updates):
+                changes, group = [update.change for update in batch], self.groups[index]
                 if self.rule.sets_weights:
                     set_weights(weights, changes, skip_mask=step.skip_mask)
                     continue
-                group = self.groups[batch[0].local.param.group]
                 apply_update(
                     weights,
                     changes,

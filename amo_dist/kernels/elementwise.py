@@ -22,12 +22,12 @@ from torch import Tensor
 
 Tensors = Sequence[Tensor]
 
+# Name of an optimizer's state: float32, the remainder that rounding took off a parameter.
 ROUNDED_OFF = "rounded_off"
-"""Name of an optimizer's state: float32, the remainder that rounding took off a parameter."""
 
+# Elements, about, of the tensors that are computed together: float32 copies of narrow tensors take
+# memory.
 GROUP_ELEMENTS = 2**25
-"""Elements, about, of the tensors that are computed together: float32 copies of narrow tensors take
-memory."""
 # The same on a CPU, whose caches then hold the copies.
 _CACHED_ELEMENTS = 2**18
 

@@ -23,11 +23,11 @@ from torch import Tensor
 from amo_dist.config import Triple
 from amo_dist.kernels.elementwise import largest_entry, on_cpu, wide_dtype
 
+# Signature of `symmetric_product`.
 Product = Callable[..., Tensor]
-"""Signature of `symmetric_product`."""
 
+# Forms of the Newton-Schulz steps; see `step_sizes`.
 NS_BACKENDS = ("auto", "standard", "gram")
-"""Forms of the Newton-Schulz steps; see `step_sizes`."""
 
 # Long side over short side from which a pair saves more than its small products take; in 16 bits,
 # where symmetric products gain less, from a higher one on.
@@ -307,8 +307,8 @@ class Library(NamedTuple):
     apply: Callable[[Tensor, Tensor, float, bool], Tensor]
 
 
+# PyTorch's products.
 TORCH = Library(symmetric_product, _apply)
-"""PyTorch's products."""
 
 
 def run_steps(
@@ -415,8 +415,8 @@ def _multiply(
     return multiply(added, left, right, beta=beta, alpha=alpha, out=out)
 
 
+# Largest factor of `scale_to_exact_norm`.
 EXACT_NORM_BOUND = 2.0
-"""Largest factor of `scale_to_exact_norm`."""
 
 
 def scale_to_exact_norm(updates: Tensor) -> Tensor:

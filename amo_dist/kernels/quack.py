@@ -19,8 +19,8 @@ from torch import Tensor
 
 from amo_dist.kernels.newton_schulz import TORCH, Library, run_steps
 
+# Version of quack-kernels whose signatures these are.
 VERSION = "0.6.5"
-"""Version of quack-kernels whose signatures these are."""
 
 # Short side from which whole steps were published to gain (1.34 at 1536 x 7168, H100;
 # pytorch/torchtitan#4781). Products of 1024 rows take longer than cuBLAS's.

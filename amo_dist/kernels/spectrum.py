@@ -25,11 +25,11 @@ from amo_dist.kernels.elementwise import largest_entry
 
 logger = logging.getLogger(__name__)
 
+# ``tau`` of the AMO paper: the control signal ``ell`` takes a least singular value below it for it.
+# It is absolute, in the unit of the matrix.
 DEFAULT_TAU = 1e-10
-"""``tau`` of the AMO paper: the control signal ``ell`` takes a least singular value below it for
-it. It is absolute, in the unit of the matrix."""
+# Up to this short side a singular value decomposition is as fast.
 SMALL = 128
-"""Up to this short side a singular value decomposition is as fast."""
 
 # An ``ell`` below it is as good as zero for every plan.
 _FELT = 1e-6

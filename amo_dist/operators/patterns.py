@@ -26,21 +26,21 @@ from amo_dist.operators.views import (
 )
 
 Target: TypeAlias = "str | Fused | None"
+# Regular expression over cleaned names -> operator type, ``"adamw"`` or ``None``, or `Fused`.
 Patterns: TypeAlias = Mapping[str, Target]
-"""Regular expression over cleaned names -> operator type, ``"adamw"`` or ``None``, or `Fused`."""
+# Shapes of parameters by cleaned name.
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
-"""Shapes of parameters by cleaned name."""
+# The matrices of a parameter, None for AdamW, and the reason.
 Classified: TypeAlias = "tuple[tuple[MatrixView, ...] | None, str]"
-"""The matrices of a parameter, None for AdamW, and the reason."""
 
+# Reason why a matrix of an unknown name goes to AdamW without an error.
 OUTSIDE = "outside of any block"
-"""Reason why a matrix of an unknown name goes to AdamW without an error."""
+# Reason of a matrix inside a block that nothing names; without views it is an error.
 UNKNOWN = "of an unknown name"
-"""Reason of a matrix inside a block that nothing names; without views it is an error."""
+# Reason of a convolution inside a block, which ``flatten_conv`` makes a matrix.
 CONVOLUTION = "convolution"
-"""Reason of a convolution inside a block, which ``flatten_conv`` makes a matrix."""
+# Reason of a parameter that one of the user's patterns matches.
 BY_PATTERN = "by your pattern"
-"""Reason of a parameter that one of the user's patterns matches."""
 
 # torch.compile, activation checkpointing, FSDP; PEFT's layers and copies; parametrizations, whose
 # weight_norm keeps the direction in ``original1`` and the magnitude in ``original0``.

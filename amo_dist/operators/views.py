@@ -9,8 +9,8 @@ from typing import Any
 
 from amo_dist.config import Box, require
 
+# Target of the parameters that AdamW trains.
 ADAMW = "adamw"
-"""Target of the parameters that AdamW trains."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,8 +18,8 @@ from amo_dist.engine.rule import AllSum, UpdateRule
 from amo_dist.kernels.exact_sums import fraction_bits, norm_factor, sum_of_squares
 from amo_dist.optimizers.muon import Muon
 
+# Added to the root of the second moment.
 EPS = 1e-8
-"""Added to the root of the second moment."""
 
 
 class FixedNormRule(UpdateRule):

@@ -21,8 +21,8 @@ from amo_dist.kernels.exact_sums import sum_of_squares
 from amo_dist.optimizers.adamuon import EPS, FixedNormRule
 from amo_dist.optimizers.muon import Muon
 
+# Largest entry of a result; entries of an orthogonal matrix are at most one.
 LARGEST = 2.0
-"""Largest entry of a result; entries of an orthogonal matrix are at most one."""
 
 
 class NorMuonRule(FixedNormRule):

@@ -28,14 +28,14 @@ from amo_dist.schedule.coefficients import named_schedule
 from amo_dist.schedule.source import Source
 from amo_dist.schedule.types import MatrixInfo, Schedule
 
+# ``T``: repetitions of the triple, in the fit and in training.
 NUM_STEPS = 5
-"""``T``: repetitions of the triple, in the fit and in training."""
+# Singular values in each half of a calibration set.
 NUM_VALUES = 1024
-"""Singular values in each half of a calibration set."""
+# Smallest singular values of the spectra that stand in for measured ones.
 PROXY_ELLS = (1e-5, 1e-4, 1e-3, 1e-2)
-"""Smallest singular values of the spectra that stand in for measured ones."""
+# Least of the independent singular values in the random half; the greatest is 1.
 RANDOM_LEAST = 1e-3
-"""Least of the independent singular values in the random half; the greatest is 1."""
 
 
 class Root(Source):

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import TypeAlias
 
+# Error by number of steps, over one contiguous range.
 Curve: TypeAlias = Mapping[int, float]
-"""Error by number of steps, over one contiguous range."""
 
 # Pairs of flops, rising, and errors, strictly falling: none beats another.
 _Front: TypeAlias = list[tuple[int, int]]

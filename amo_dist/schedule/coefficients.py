@@ -84,6 +84,7 @@ def _kj(steps: int) -> Schedule:
     return Schedule((_KJ_TRIPLE,) * steps, norm_scale=1.0)
 
 
+# Every fixed schedule by the name that configurations call it.
 NAMED_SCHEDULES: Mapping[str, NamedSchedule] = {
     "kj": NamedSchedule(_kj(5)),
     "you": NamedSchedule(Schedule(_YOU_TRIPLES, norm_scale=1.0)),
@@ -102,7 +103,6 @@ NAMED_SCHEDULES: Mapping[str, NamedSchedule] = {
         for name, steps in _STEP_TABLES.items()
     },
 }
-"""Every fixed schedule by the name that configurations call it."""
 
+# The names ``named_schedule`` knows.
 SCHEDULE_NAMES: tuple[str, ...] = tuple(NAMED_SCHEDULES)
-"""The names ``named_schedule`` knows."""

@@ -25,15 +25,15 @@ from amo_dist.config import AMOConfig, fail, sort_operator_types
 from amo_dist.schedule import allocate
 from amo_dist.schedule.polar_express import error_curve, schedule_for, times_safety
 
+# Name of the file in a run's folder, once AMO has planned.
 PLAN_FILE = "plan.json"
-"""Name of the file in a run's folder, once AMO has planned."""
 
+# Newton-Schulz steps and effective ``ell`` of each operator type.
 StepsAndElls: TypeAlias = Mapping[str, tuple[int, float]]
-"""Newton-Schulz steps and effective ``ell`` of each operator type."""
 
 _MANTISSAS = (1.0, 1.26, 1.58, 2.0, 2.51, 3.16, 3.98, 5.01, 6.31, 7.94)
+# Every ``ell`` that is tried, beside ``base_ell``: ten a decade.
 GRID = (*(float(f"{m}e{exponent}") for exponent in range(-5, -1) for m in _MANTISSAS), 0.1)
-"""Every ``ell`` that is tried, beside ``base_ell``: ten a decade."""
 
 
 class ErrorCurve(NamedTuple):

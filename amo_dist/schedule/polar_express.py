@@ -18,10 +18,10 @@ from functools import lru_cache
 from amo_dist.config import Triple
 from amo_dist.schedule.types import Schedule, evaluate
 
+# ``s``: each step but the last is composed as if its input were this much larger.
 SAFETY = 1.01
-"""``s``: each step but the last is composed as if its input were this much larger."""
+# A step's interval of approximation begins no lower than this fraction of its upper end.
 CUSHION = 0.02
-"""A step's interval of approximation begins no lower than this fraction of its upper end."""
 
 _LIMIT_RATIO = 1 - 5e-6
 _LEVEL_TOLERANCE = 1e-15

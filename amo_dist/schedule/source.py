@@ -36,8 +36,8 @@ logger = logging.getLogger(__name__)
 
 _Item = TypeVar("_Item")
 
-PHASES = ("observation", "transition", "locked", "uniform")
-"""The phases of AMO, in their order; ``uniform`` follows ``observation`` under ``observe_only``."""
+# The phases of AMO, in their order.
+PHASES = ("observation", "transition", "locked")
 
 # Settings by which errors are neither measured nor weighted.
 _KEPT = {"seed", *(field.name for field in dataclasses.fields(MuonConfig))}
@@ -212,8 +212,7 @@ class Amo(Source):
 
     Optimizer steps 1 to ``observe_until`` run the uniform schedule and are observed; the plan is
     made at the end of the last of them. The next ``transition_steps`` interpolate; from the last of
-    these on the plan itself is in force. With ``observe_only`` no plan is made: the uniform
-    schedule stays, and its phase after the last observation is ``uniform``.
+    these on the plan itself is in force.
 
     Args:
         config: When to observe, how to plan, how long to glide.
@@ -223,8 +222,8 @@ class Amo(Source):
 
     def __init__(self, config: AMOConfig) -> None:
         self.config = config
+        # Observations of the plan, or those toward it.
         self.observations: tuple[Observation, ...] = ()
-        """Observations of the plan, or those toward it."""
         self.plan: Plan | None = None
         # Step after which observations count: that at which changed settings dropped a plan.
         self._begin = 0
@@ -273,8 +272,6 @@ class Amo(Source):
         """One of ``PHASES``."""
         if step <= self.observe_until:
             return "observation"
-        if self.config.observe_only:
-            return "uniform"
         is_locked = step >= self.observe_until + self.config.transition_steps
         return "locked" if is_locked else "transition"
 
@@ -285,7 +282,7 @@ class Amo(Source):
 
     def state_at(self, step: int) -> StepsAndElls:
         """Newton-Schulz steps and effective ``ell`` of each type at an optimizer step."""
-        if self.phase(step) in ("observation", "uniform") or not self._members:
+        if self.phase(step) == "observation" or not self._members:
             return dict.fromkeys(self._members, (self.config.base_steps, self.config.base_ell))
         if self.plan is None:
             fail("step", step, f"at most {self.observe_until} before the plan is made")
@@ -327,7 +324,7 @@ class Amo(Source):
                 lines.append(f"step {step}: no valid ell for {invalid}: left out")
         lines += self._remarks_on_tau(step, observed)
         observations = (*self.observations, Observation(step, ell, num_sampled, num_invalid))
-        if self._members and step >= self.observe_until and not self.config.observe_only:
+        if self._members and step >= self.observe_until:
             plan, more = self._make_plan(observations, sums)
             lines, sums, self.plan = [*lines, *more], {}, plan
         self.observations, self._sums = observations, sums
@@ -414,7 +411,7 @@ class Amo(Source):
     def metrics(self, step: int) -> dict[str, float]:
         """Plain numbers for a logger, the same keys at every step.
 
-        ``amo/phase`` is 0 in observation, 1 in transition, 2 when locked, 3 when uniform. By type,
+        ``amo/phase`` is 0 in observation, 1 in transition, 2 when locked. By type,
         ``amo/ns_steps`` is the number of Newton-Schulz steps, ``amo/ell`` the latest observed
         effective ``ell`` and ``amo/ell_target`` the plan's; both are ``base_ell`` where there is
         none yet. ``amo/observations`` counts observations, ``amo/invalid_observations`` the

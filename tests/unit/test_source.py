@@ -79,15 +79,6 @@ def test_amo_from_the_first_step_to_the_lock(config: AMOConfig) -> None:
         assert not source.sample(step)
 
 
-def test_only_observing_makes_no_plan() -> None:
-    source = amo(dataclasses.replace(MEASURED, observe_only=True))
-    for step in (2, 4, 6):
-        observe(source, step)
-    assert source.plan is None
-    assert [source.phase(step) for step in (6, 7)] == ["observation", "uniform"]
-    assert source.schedules(99) == dict.fromkeys(TYPES, schedule_for(1e-3, 5))
-
-
 def test_medians_of_medians_pass_over_invalid_observations() -> None:
     source = amo(AMOConfig.paper(observe_until=6, observe_every=2, sample_size=4))
     for step in (2, 4, 6):
@@ -230,7 +221,6 @@ def configs(draw: st.DrawFn) -> AMOConfig:
         observe_every=every,
         observe_until=every * draw(st.integers(1, 4)),
         transition_steps=draw(st.integers(1, 6)),
-        observe_only=draw(st.integers(0, 3)) == 0,
         sample_size=draw(st.integers(1, 6)),
         planner=draw(st.sampled_from(["measured", "paper"])),
         shrinkage=draw(st.sampled_from([0.0, 0.7, 1.0])),

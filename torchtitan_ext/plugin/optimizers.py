@@ -134,7 +134,7 @@ def check_lock(source: Any, steps: int) -> None:
     if not isinstance(config, OptimizersContainer.Config):
         return
     amo = config.amo
-    if config.name != "AMO" or config.allow_unlocked or amo.observe_only or steps >= amo.lock_step:
+    if config.name != "AMO" or config.allow_unlocked or steps >= amo.lock_step:
         return
     raise ValueError(
         f"training.steps: found {steps}, expected at least observe_until + transition_steps = "

@@ -29,7 +29,7 @@ def optimizer_fields(optimizer: object) -> dict[str, Any]:
     source = getattr(optimizer, "source", None)
     amo = source.config if isinstance(source, Amo) else None
     return {
-        "lock_step": None if amo is None or amo.observe_only else amo.lock_step,
+        "lock_step": None if amo is None else amo.lock_step,
         "phase": phase,
         "num_steps_by_type": num_steps,
         "optimizer": {**optimizer.metrics()} if isinstance(optimizer, Muon) else {},

@@ -135,10 +135,7 @@ def _timeline(config: Any) -> list[tuple[int, str]]:
     if config.optimizer.name == "AMO":
         amo = config.optimizer.amo
         events.append((amo.interval, "first observation"))
-        if amo.observe_only:
-            events.append((amo.observe_until, "last observation"))
-        else:
-            events += [(amo.observe_until, "last observation, plan"), (amo.lock_step, "locked")]
+        events += [(amo.observe_until, "last observation, plan"), (amo.lock_step, "locked")]
     return sorted((step, event) for step, event in events if 0 < step <= steps)
 
 
