@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import reprlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
 __version__ = "0.2.0"
@@ -42,12 +42,21 @@ NESTEROV = "true, false or a number in [0, 10]"
 # Scalings of a matrix before the first step.
 PRECONDITIONERS = ("frobenius", "aol")
 
-_ADJUST_LR = ("match_rms_adamw", "original", "spectral")
-_UPDATE_NORMS = ("as_is", "exact")
-_BFLOAT16_PARAMS = ("nearest", "master")
-_DTYPES = ("bfloat16", "float16", "float32", "float64")
-# Matrices travel before they are scaled, when 1e-20 would vanish in float16.
-_WIRE_DTYPES = ("bfloat16", "float32", "float64")
+# Values of the settings that have few.
+_CHOICES: Mapping[str, Sequence[object]] = {
+    "ns_dtype": ("auto", "bfloat16", "float16", "float32", "float64"),
+    "update_norm": ("as_is", "exact"),
+    "adjust_lr": ("match_rms_adamw", "original", "spectral"),
+    "cautious_decay": (False, True),
+    "bfloat16_params": ("nearest", "master"),
+    # Matrices travel before they are scaled, when 1e-20 would vanish in float16.
+    "wire_dtype": (None, "bfloat16", "float32", "float64"),
+    "ownership": ("round_robin", "balanced"),
+    "ns_kernels": ("auto", "torch", "quack"),
+    "nonfinite": ("error", "skip_step"),
+    "on_config_change": ("error", "keep_checkpoint", "replan"),
+    "planner": ("measured", "paper"),
+}
 
 
 # Bounded in length and depth: the state of a damaged file may be long, or nested past recursion.
@@ -65,21 +74,6 @@ def require(condition: bool, field: str, value: object, expected: str) -> None:
     """Raise the ``ValueError`` of a field, unless a condition holds; prints the value as it is."""
     if not condition:
         raise ValueError(f"{field}: found {value}, expected {expected}")
-
-
-def _require_choice(field: str, value: object, choices: Sequence[str]) -> None:
-    if value not in choices:
-        fail(field, value, f"one of {', '.join(map(repr, choices))}")
-
-
-def _name_of(dtype: object) -> object:
-    """Name of a dtype of PyTorch; anything else as it is."""
-    return dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
-
-
-def _require_bool(field: str, value: object) -> None:
-    if not isinstance(value, bool):
-        fail(field, value, "true or false")
 
 
 def _require_int(field: str, value: object, minimum: int, maximum: int | None = None) -> None:
@@ -171,25 +165,20 @@ class MuonConfig:
         _require_real("momentum", self.momentum, "a number in [0, 1)", 0.0, math.nextafter(1, 0))
         if not isinstance(self.nesterov, bool):
             _require_real("nesterov", self.nesterov, NESTEROV, 0.0, 10.0)
-        object.__setattr__(self, "ns_dtype", _name_of(self.ns_dtype))
-        _require_choice("ns_dtype", self.ns_dtype, ("auto", *_DTYPES))
-        _require_choice("update_norm", self.update_norm, _UPDATE_NORMS)
-        _require_choice("adjust_lr", self.adjust_lr, _ADJUST_LR)
-        _require_bool("cautious_decay", self.cautious_decay)
-        _require_choice("bfloat16_params", self.bfloat16_params, _BFLOAT16_PARAMS)
-        if self.wire_dtype is not None:
-            object.__setattr__(self, "wire_dtype", _name_of(self.wire_dtype))
-            _require_choice("wire_dtype", self.wire_dtype, _WIRE_DTYPES)
-        _require_choice("ownership", self.ownership, ("round_robin", "balanced"))
+        for field in ("ns_dtype", "wire_dtype"):
+            if (value := getattr(self, field)) is not None:
+                object.__setattr__(self, field, str(value).removeprefix("torch."))
+        for field, choices in _CHOICES.items():
+            value = getattr(self, field, choices[0])
+            # Identity tells true from 1, and equality names that were read from a file.
+            is_name = isinstance(value, str) and value in choices
+            if not is_name and not any(value is choice for choice in choices):
+                fail(field, value, f"one of {', '.join(map(repr, choices))}")
         _require_int("bucket_bytes", self.bucket_bytes, 1)
-        _require_choice("ns_kernels", self.ns_kernels, ("auto", "torch", "quack"))
         if self.wire_dtype == "float64" and self.ns_dtype != "float64":
             expected = f"no wider than float32 with ns_dtype = {self.ns_dtype!r}"
             fail("wire_dtype", self.wire_dtype, expected)
-        _require_choice("nonfinite", self.nonfinite, ("error", "skip_step"))
         _require_int("ns_guard_every", self.ns_guard_every, 0)
-        rules = ("error", "keep_checkpoint", "replan")
-        _require_choice("on_config_change", self.on_config_change, rules)
 
     @property
     def update_factor(self) -> float:
@@ -273,7 +262,6 @@ class AMOConfig(MuonConfig):
             expected = "a multiple of a number from 4 to 15, or a value of observe_every beside it"
             fail("observe_until", self.observe_until, expected)
         _require_int("sample_size", self.sample_size, 1)
-        _require_choice("planner", self.planner, ("measured", "paper"))
         _require_real("shrinkage", self.shrinkage, "a number in [0, 1]", 0.0, 1.0)
         _require_int("transition_steps", self.transition_steps, 1)
         _require_int("base_steps", self.base_steps, 1, MOST_STEPS)

@@ -38,26 +38,19 @@ class RankMismatchError(RuntimeError):
 
 # ---------------------------------------------------------------- small messages
 
-# Device of the parameters by group. Keys are objects, as a later group may get an earlier name.
+# Device of the parameters by group without a backend for the CPU. Keys are objects, as a later
+# group may get an earlier name.
 _devices: WeakKeyDictionary[dist.ProcessGroup, torch.device] = WeakKeyDictionary()
 
 
 def control_device(group: dist.ProcessGroup | None) -> torch.device:
-    """Device of small control tensors.
+    """Device of small control tensors: the CPU if the group has a backend for it.
 
-    It is the CPU if the group has a backend for it, else the device of
-    ``init_process_group(device_id=...)``, else that of the parameters: a script may never have set
-    the current device.
+    Else it is that of the parameters, not the current one: a script may never have set that.
     """
     if group is None or "cpu:" in dist.get_backend_config(group):
         return torch.device("cpu")
-    if group.bound_device_id is not None:
-        return group.bound_device_id
-    if group in _devices:
-        return _devices[group]
-    accelerator = torch.accelerator.current_accelerator()
-    assert accelerator is not None, "a process group without CPU backend needs an accelerator"
-    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+    return _devices[group]
 
 
 def max_over(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:

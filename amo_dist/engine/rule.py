@@ -193,24 +193,23 @@ class MatrixSums:
 
     def _add_up(self, totals: dict[str, Tensor]) -> None:
         """Add totals up over ranks, in place: one vector for each set of ranks."""
-        number, parameters = self._num_calls, self._parameters
+        number, matrices = self._num_calls, self._parameters.matrices
+        device = self._parameters.matrix_device
         self._num_calls, self._num_left = number + 1, self._num_left - 1
         try:
             with record_function("amo::sums"):
                 for ranks, group in self._world.groups_by_ranks.items():
-                    alike = [m for m in parameters.matrices if tuple(sorted(m.ranks)) == ranks]
+                    alike = [m for m in matrices if tuple(sorted(m.ranks)) == ranks]
                     names = [m.name for m in alike if self._sizes[m.name][number]]
                     if group is None or not names:
                         continue
                     sizes = [self._sizes[name][number] for name in names]
-                    vector = torch.zeros(
-                        sum(sizes), dtype=self._dtype, device=parameters.matrix_device
-                    )
+                    vector = torch.zeros(sum(sizes), dtype=self._dtype, device=device)
                     for name, part in zip(names, vector.split(sizes), strict=True):
                         if name in totals:
                             part.copy_(totals[name])
                     dist.all_reduce(vector, group=group)
-                    sums = vector.to(parameters.device).split(sizes)
+                    sums = vector.to(self._parameters.device).split(sizes)
                     totals.update(zip(names, sums, strict=True))
         except Exception as error:
             self.error = error

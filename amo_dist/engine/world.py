@@ -52,7 +52,7 @@ class World:
 
 def agree_on_world(
     parameters: Parameters,
-    update_scales: Sequence[float],
+    rates: Sequence[float],
     hyperparameters: Sequence[str],
     membership: Membership,
     group: dist.ProcessGroup | None,
@@ -61,7 +61,7 @@ def agree_on_world(
 
     Args:
         parameters: Parameters of this process.
-        update_scales: Factor on the update of each matrix beside the learning rate.
+        rates: Factor on the update of each matrix beside the learning rate.
         hyperparameters: Hyperparameters of each parameter group, as text.
         membership: Membership of this process.
         group: Process group of the world, as ``membership`` returned it.
@@ -69,41 +69,36 @@ def agree_on_world(
     Raises:
         RankMismatchError: On every rank; names the rank and the parameter or field that differs.
     """
-    infos: dict[int, list[tuple[Any, ...]]] = defaultdict(list)
-    for matrix, *fields in zip(
-        parameters.matrices, parameters.operator_types, update_scales, strict=True
-    ):
-        infos[matrix.param].append((matrix.name, matrix.shape, *fields))
-    lines_by_ranks: dict[tuple[int, ...], list[str]] = defaultdict(list)
-    gradient_ranks = [
-        _ranks_with_gradients(parameters, index) for index in range(len(parameters.params))
-    ]
-    for index, param in enumerate(parameters.params):
+    params = parameters.params
+    matrices: list[list[tuple[Any, ...]]] = [[] for _ in params]
+    for matrix, *fields in zip(parameters.matrices, parameters.operator_types, rates, strict=True):
+        matrices[matrix.param].append((matrix.name, matrix.shape, *fields))
+    lines: dict[Ranks, list[str]] = defaultdict(list)
+    for param, own in zip(params, matrices, strict=True):
         cuts = f"cut by {fingerprint56(str(param.views))}" if param.views else "adamw"
-        structure = f"{param.tensor.dtype}, {param.layout.key}, {infos[index]} {cuts}"
+        structure = f"{param.tensor.dtype}, {param.layout.key}, {own} {cuts}"
         line = f"{param.name}: {structure}, {hyperparameters[param.group]}"
-        lines_by_ranks[param.layout.ranks].append(line)
-    own = {
-        "texts": [(ranks, "\n".join(lines)) for ranks, lines in lines_by_ranks.items()],
+        lines[param.layout.ranks].append(line)
+    gradient_ranks = [_ranks_with_gradients(parameters, index) for index in range(len(params))]
+    values = {
+        "texts": [(ranks, "\n".join(alike)) for ranks, alike in lines.items()],
         "sets": sorted({ranks for ranks in gradient_ranks if len(ranks) > 1}),
-        "matrices": [(param.layout.ranks, infos[i]) for i, param in enumerate(parameters.params)],
+        "matrices": [(p.layout.ranks, own) for p, own in zip(params, matrices, strict=True)],
     }
-    by_rank = gather_json(own, group)
-    compare("parameters", {rank: own["texts"] for rank, own in by_rank.items()})
+    by_rank = gather_json(values, group)
+    compare("parameters", {rank: gathered["texts"] for rank, gathered in by_rank.items()})
     # Equal values are one object: a thousand ranks have few different ones.
-    distinct = list({id(listed): listed for listed in by_rank.values()}.values())
-    sets = {tuple(ranks) for listed in distinct for ranks in listed["sets"]}
-    holders = {len(ranks) for listed in distinct for ranks, _ in listed["texts"]}
-    wanted = (tuple(sorted(param.layout.ranks)) for param in parameters.params)
+    kinds = [*{id(gathered): gathered for gathered in by_rank.values()}.values()]
+    sizes = {len(ranks) for kind in kinds for ranks, _ in kind["texts"]}
     return World(
         group=group,
         rank=this_rank(),
-        registry=registry_of(listed["matrices"] for listed in distinct),
+        registry=registry_of(kind["matrices"] for kind in kinds),
         ranks=members(group),
         gradient_ranks=tuple(gradient_ranks),
-        rank_sets=tuple(sorted(sets)),
-        groups_by_ranks=membership.groups(wanted, group),
-        shares_all=len(by_rank) > 1 and holders == {len(by_rank)},
+        rank_sets=tuple(sorted({tuple(ranks) for kind in kinds for ranks in kind["sets"]})),
+        groups_by_ranks=membership.groups({tuple(sorted(ranks)) for ranks in lines}, group),
+        shares_all=len(by_rank) > 1 and sizes == {len(by_rank)},
     )
 
 

@@ -441,10 +441,8 @@ def scale_to_exact_norm(updates: Tensor) -> Tensor:
         Norms before scaling, ``(b,)``; those below ``sqrt(min(m, n)) / EXACT_NORM_BOUND`` were
         bounded.
     """
-    size, wide = (
-        math.sqrt(min(updates.shape[-2:])),
-        torch.promote_types(updates.dtype, torch.float32),
-    )
+    size = math.sqrt(min(updates.shape[-2:]))
+    wide = torch.promote_types(updates.dtype, torch.float32)
     least = size / EXACT_NORM_BOUND
     norms: Tensor = torch.linalg.vector_norm(updates, dim=(-2, -1), keepdim=True, dtype=wide)
     factors = size / norms.clamp_min(least)

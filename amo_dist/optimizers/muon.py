@@ -369,17 +369,12 @@ class Muon(torch.optim.Optimizer):
         lines = [f"{key} = {json.dumps(value)}" for key, value in sorted(values.items())]
         group = membership.join(engine.device)
         check_alike("configuration", "\n".join(lines), group)
-        groups = [describe_group(group, self.rule_class.defaults) for group in self.param_groups]
+        groups = [describe_group(own, self.rule_class.defaults) for own in self.param_groups]
         params = engine.parameters.params
         multipliers = [float(self.param_groups[p.group]["lr_multiplier"]) for p in params]
         pairs = zip(engine.parameters.matrices, engine.update_scales, strict=True)
-        world = agree_on_world(
-            engine.parameters,
-            [multipliers[matrix.param] * scale for matrix, scale in pairs],
-            groups,
-            membership,
-            group,
-        )
+        rates = [multipliers[matrix.param] * scale for matrix, scale in pairs]
+        world = agree_on_world(engine.parameters, rates, groups, membership, group)
         self._check_matrices(len(world.registry))
         is_plain = all(len(param.layout.ranks) == 1 for param in params)
         if self._process_group is None and len(world.ranks) > 1 and is_plain:
@@ -412,13 +407,12 @@ class Muon(torch.optim.Optimizer):
             return
         check_swap(before, self.param_groups)
         if self.num_steps_taken or engine.is_connected or _holds_values(self.state):
-            tensors = [tensor for group in self.param_groups for tensor in group["params"]]
-            pairs = zip(before.params, tensors, strict=True)
-            names = [param.name for param, tensor in pairs if param.tensor is not tensor]
+            tensors = {id(tensor) for group in self.param_groups for tensor in group["params"]}
+            names = [param.name for param in before.params if id(param.tensor) not in tensors]
             other = "another tensor in param_groups, or another param_groups or state, after the "
             other += "first step or after a state was loaded"
             expected = "the same: swap parameters (as fully_shard and trainers do) first, then load"
-            require(False, [*names, before.params[0].name][0], other, expected)
+            require(False, (*names, "params")[0], other, expected)
         self.state.clear()
         state = self._state_to_save()
         # The others may lie on another device, where other dtypes are in force.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amo_dist.config import AMOConfig, MuonConfig
+from amo_dist.config import AMOConfig, MuonConfig, fail, require
 from amo_dist.distributed.ranks import GroupLike
 from amo_dist.engine.hyperparameters import check_hyperparameters, check_keys
 from amo_dist.optimizers.adamuon import AdaMuon
@@ -73,14 +73,11 @@ def make_optimizer(
     """
     names = {known.casefold(): known for known in OPTIMIZER_NAMES}
     if str(name).casefold() not in names:
-        known = ", ".join(map(repr, OPTIMIZER_NAMES))
-        raise ValueError(f"name: found {name!r}, expected one of {known}")
+        fail("name", name, f"one of {', '.join(map(repr, OPTIMIZER_NAMES))}")
     name = names[name.casefold()]
     expected = {"AdamW": type(None), "AMO": AMOConfig}.get(name, MuonConfig)
-    if config is not None and type(config) is not expected:
-        raise ValueError(
-            f"config: found {type(config).__name__} for {name}, expected {expected.__name__}"
-        )
+    is_expected = config is None or type(config) is expected
+    require(is_expected, "config", f"{type(config).__name__} for {name}", expected.__name__)
     options: dict[str, Any] = {"weight_decay": weight_decay, "betas": betas, "eps": eps}
     if name == "AdamW":
         return _adamw(params, lr, **options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from amo_dist.config import OPERATOR_TYPES, Triple
+from amo_dist.config import OPERATOR_TYPES, Triple, fail
 from amo_dist.schedule.polar_express import SAFETY, compose, for_input_over
 from amo_dist.schedule.types import Schedule
 
@@ -26,14 +26,14 @@ def named_schedule(name: str) -> NamedSchedule:
     """Look up a fixed schedule.
 
     Args:
-        name: One of ``SCHEDULE_NAMES``.
+        name: A key of ``NAMED_SCHEDULES``.
 
     Raises:
         ValueError: There is no schedule of this name; the message lists those there are.
     """
     schedule = NAMED_SCHEDULES.get(name) if isinstance(name, str) else None
     if schedule is None:
-        raise ValueError(f"schedule: found {name!r}, expected one of {', '.join(SCHEDULE_NAMES)}")
+        fail("schedule", name, f"one of {', '.join(NAMED_SCHEDULES)}")
     return schedule
 
 
@@ -103,6 +103,3 @@ NAMED_SCHEDULES: Mapping[str, NamedSchedule] = {
         for name, steps in _STEP_TABLES.items()
     },
 }
-
-# The names ``named_schedule`` knows.
-SCHEDULE_NAMES: tuple[str, ...] = tuple(NAMED_SCHEDULES)

@@ -234,10 +234,8 @@ def check_budget(config: AMOConfig, costs: Sequence[int]) -> int:
         least = len(costs)
         budget = allocate.step_budget(config.budget_ratio, least, config.base_steps)
     else:
-        least, budget = (
-            sum(costs),
-            allocate.flop_budget(config.budget_ratio, costs, config.base_steps),
-        )
+        least = sum(costs)
+        budget = allocate.flop_budget(config.budget_ratio, costs, config.base_steps)
     if budget < least:
         fail("budget", budget, f"at least {least}, one step of every operator type")
     return budget

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from amo_dist.compat import load_hooks
-from amo_dist.config import fail
+from amo_dist.config import fail, require
 from amo_dist.distributed.layout import local_tensor
 from amo_dist.kernels.elementwise import ROUNDED_OFF
 
@@ -99,30 +99,23 @@ def _check_form(state_dict: Mapping[str, Any]) -> None:
     """Refuse the flattened form, which PyTorch's helper passes on if it cannot undo it."""
     flat_keys = (key for key in state_dict if str(key).startswith(("state.", "param_groups.")))
     flat = next(flat_keys, None)
-    if flat is not None and "state" not in state_dict:
-        fail(
-            str(flat),
-            "a flattened key",
-            "state and param_groups: set_optimizer_state_dict undoes flatten_optimizer_state_dict, "
-            "but not together with full_state_dict; leave one of the two out",
-        )
+    expected = "state and param_groups: set_optimizer_state_dict undoes "
+    expected += (
+        "flatten_optimizer_state_dict, but not beside full_state_dict; leave one of them out"
+    )
+    require(flat is None or "state" in state_dict, str(flat), "a flattened key", expected)
 
 
-def _check_groups(
-    saved_groups: object, expected: Sequence[Mapping[str, Any]]
-) -> list[dict[str, Any]]:
-    if not isinstance(saved_groups, Sequence) or not all(
-        isinstance(group, Mapping) for group in saved_groups
-    ):
-        kind = type(saved_groups).__name__
-        raise ValueError(f"param_groups: found {kind}, expected a list of groups")
+def _check_groups(saved_groups: Any, expected: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    is_list = isinstance(saved_groups, Sequence)
+    is_groups = is_list and all(isinstance(group, Mapping) for group in saved_groups)
+    require(is_groups, "param_groups", type(saved_groups).__name__, "a list of groups")
     groups = [dict(group) for group in saved_groups]
     _check_origin(groups)
     if len(groups) != len(expected):
         fail("param_groups", len(groups), f"{len(expected)} groups")
     for index, (saved, group) in enumerate(zip(groups, expected, strict=True)):
-        num_params = len(saved.get("params", ()))
-        place = f"param_groups[{index}]"
+        place, num_params = f"param_groups[{index}]", len(saved.get("params", ()))
         if num_params != len(group["params"]):
             fail(f"{place}.params", num_params, f"{len(group['params'])} parameters")
         if saved.get("algorithm") != group["algorithm"]:
@@ -175,13 +168,12 @@ def _check_origin(groups: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _check_state(
-    state: object,
+    state: Any,
     groups: Sequence[Mapping[str, Any]],
     own_by_name: Mapping[str, Mapping[str, Tensor]],
 ) -> list[tuple[Tensor, Tensor]]:
     """Pairs of the optimizer's tensor and the saved one: same shape and placements, finite."""
-    if not isinstance(state, Mapping):
-        raise ValueError(f"state: found {type(state).__name__}, expected a mapping")
+    require(isinstance(state, Mapping), "state", type(state).__name__, "a mapping")
     keys = [key for group in groups for key in group["params"]]
     pairs: list[tuple[Tensor, Tensor]] = []
     for (name, own), key in zip(own_by_name.items(), keys, strict=True):
@@ -206,32 +198,26 @@ def _with_rounded_off(saved: object, own: Mapping[str, Tensor]) -> object:
     return {key: value for key, value in saved.items() if key != ROUNDED_OFF} | added
 
 
-def _check_source(place: str, value: object, target: Tensor) -> Tensor:
+def _check_source(place: str, value: Any, target: Tensor) -> Tensor:
     """The saved value as a tensor that can be copied to ``target``.
 
     Raises:
         ValueError: The value has another kind, shape or layout, or a NaN or inf on this rank; names
             ``place``.
     """
-    if not isinstance(value, (Tensor, int, float)) or isinstance(value, bool):
-        raise ValueError(f"{place}: found {type(value).__name__}, expected a tensor")
+    is_number = isinstance(value, (Tensor, int, float)) and not isinstance(value, bool)
+    require(is_number, place, type(value).__name__, "a tensor")
     source = value if isinstance(value, Tensor) else torch.tensor(value, device="cpu")
-    if source.shape != target.shape:
-        shape, expected = tuple(source.shape), tuple(target.shape)
-        raise ValueError(f"{place}: found shape {shape}, expected {expected}")
-    if _placement(source) != _placement(target):
-        raise ValueError(
-            f"{place}: found {_placement(source)}, expected {_placement(target)}; "
-            "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict distributes a whole "
-            "state dict"
-        )
+    shape, expected = tuple(source.shape), tuple(target.shape)
+    require(shape == expected, place, f"shape {shape}", str(expected))
+    placement, own = _placement(source), _placement(target)
+    remedy = "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict distributes a whole "
+    require(placement == own, place, placement, f"{own}; {remedy}state dict")
     local = local_tensor(source)
     is_real = local.is_floating_point() and local.numel() > 0
-    if is_real and not torch.linalg.vector_norm(local, math.inf).isfinite():
-        raise ValueError(
-            f"{place}: found NaN or inf, expected finite values: the checkpoint was damaged, or "
-            "made after training had diverged; load an earlier one"
-        )
+    is_finite = not is_real or torch.linalg.vector_norm(local, math.inf).isfinite()
+    remedy = "the checkpoint was damaged, or made after training had diverged; load an earlier one"
+    require(bool(is_finite), place, "NaN or inf", f"finite values: {remedy}")
     return source
 
 
