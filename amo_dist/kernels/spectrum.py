@@ -82,25 +82,10 @@ def singular_values(x: Tensor) -> Tensor:
         each decomposition fails.
     """
     x = x.mT if x.shape[0] > x.shape[1] else x
-    quick = () if x.shape[0] <= SMALL else (_by_eigenvalues,)
-    sigma = first_of(x, *quick, torch.linalg.svdvals)
-    return x.new_full((x.shape[0],), math.nan) if sigma is None else sigma
-
-
-def first_of(x: Tensor, *methods: Callable[[Tensor], Tensor]) -> Tensor | None:
-    """Result of the first method that succeeds, on the device of ``x`` or else on the CPU.
-
-    cuSOLVER fails on matrices that the CPU decomposes (pytorch #94772, #105359, #107082), a device
-    may have no room left, and one matrix that is not measured must not end a run.
-
-    Args:
-        x: Argument of each method.
-        methods: Functions that raise where they fail.
-
-    Returns:
-        Result, on the device of ``x``; None, with a warning, where each has failed.
-    """
-    failure: Exception | None = None
+    methods: list[Callable[[Tensor], Tensor]] = [] if x.shape[0] <= SMALL else [_by_eigenvalues]
+    methods.append(torch.linalg.svdvals)
+    # cuSOLVER fails on matrices that the CPU decomposes (pytorch #94772, #105359, #107082), a
+    # device may have no room left, and one matrix that is not measured must not end a run.
     for device in dict.fromkeys((x.device, torch.device("cpu"))):
         for method in methods:
             try:
@@ -108,7 +93,7 @@ def first_of(x: Tensor, *methods: Callable[[Tensor], Tensor]) -> Tensor | None:
             except RuntimeError as error:
                 failure = error
     logger.warning("no decomposition of a matrix %s: %s", tuple(x.shape), failure)
-    return None
+    return x.new_full((x.shape[0],), math.nan)
 
 
 def _by_eigenvalues(x: Tensor) -> Tensor:

@@ -426,16 +426,12 @@ class Muon(torch.optim.Optimizer):
         if num_matrices or self._allow_no_matrices:
             return
         params = self._engine.parameters.params
-        shapes = {param.name: tuple(param.layout.shape) for param in params}
-        # Parameters that might hold a matrix come first.
-        first = sorted(shapes.items(), key=lambda pair: len(pair[1]) < 2)[:3]
-        examples = ", ".join(f"{name} {shape}" for name, shape in first)
-        large = {name: shape for name, shape in shapes.items() if len(shape) > 1}
+        large = {p.name: p.layout.shape for p in params if len(p.layout.shape) > 1}
         raise ValueError(
-            f"params: found no matrix among {len(shapes)} parameters ({examples}...), expected at "
-            "least one: name yours by param_groups(model, patterns={...}), take all by "
-            "unknown='matrix', or have AdamW train all of them by allow_no_matrices=True"
-            + (f". To paste and to edit:\n{format_patterns(large)}" if large else "")
+            f"params: found no matrix among {len(params)} parameters, expected at least one: name "
+            "yours by param_groups(model, patterns={...}), take all by unknown='matrix', or have "
+            "AdamW train all of them by allow_no_matrices=True. To paste and to edit:\n"
+            f"{format_patterns(large)}"
         )
 
     @contextlib.contextmanager

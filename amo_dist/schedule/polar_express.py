@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterable
 from functools import lru_cache
 
-from amo_dist.config import Triple
+from amo_dist.config import Triple, fail
 from amo_dist.schedule.types import Schedule, evaluate
 
 # ``s``: each step but the last is composed as if its input were this much larger.
@@ -42,7 +42,12 @@ def compose(ell: float, steps: int) -> tuple[Triple, ...]:
     Raises:
         ValueError: ``ell`` or ``steps`` is out of range.
     """
-    return _run(*_checked(ell, steps))
+    is_real = isinstance(ell, (int, float)) and not isinstance(ell, bool)
+    if not (is_real and 0.0 < ell <= 1.0):
+        fail("ell", ell, "a number in (0, 1]")
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+        fail("steps", steps, "an integer >= 1")
+    return _run(float(ell), steps)
 
 
 def schedule_for(ell_effective: float, steps: int) -> Schedule:
@@ -91,15 +96,6 @@ def error_curve(ell: float, ks: Iterable[int]) -> dict[int, float]:
         ValueError: ``ell`` or a number of steps is out of range.
     """
     return {k: 1.0 - simulate(ell, k) for k in ks}
-
-
-def _checked(ell: float, steps: int) -> tuple[float, int]:
-    is_real = isinstance(ell, (int, float)) and not isinstance(ell, bool)
-    if not (is_real and 0.0 < ell <= 1.0):
-        raise ValueError(f"ell: found {ell!r}, expected a number in (0, 1]")
-    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-        raise ValueError(f"steps: found {steps!r}, expected an integer >= 1")
-    return float(ell), steps
 
 
 @lru_cache(maxsize=8192)
