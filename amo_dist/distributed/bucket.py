@@ -102,7 +102,8 @@ class Bucket:
 
     Attributes:
         owned: Indices of the matrices that this rank owns.
-        wholes: The owned matrices, ``(m, n)``; buckets share this memory.
+        wholes: The owned matrices, ``(m, n)``. Buckets share this memory: the matrices of one are
+            there from the end of its gather to the start of its scatter.
         outgoing: Places of the momentum that this rank sends to owners, itself among them.
         incoming: Places of the results that owners send to this rank.
         moves: Whether anything travels.
@@ -118,11 +119,9 @@ class Bucket:
     ) -> None:
         self.owned, self.moves, self._group = plan.owned, bool(sides), group
         shapes = [matrices[index].shape for index in plan.owned]
-        starts = itertools.accumulate(map(_space, shapes), initial=0)
-        self.wholes = [
-            memory[start : start + math.prod(shape)].view(shape)
-            for shape, start in zip(shapes, starts, strict=False)
-        ]
+        spaces = list(map(_space, shapes))
+        parts = zip(memory[: sum(spaces)].split(spaces), shapes, strict=True)
+        self.wholes = [part[: math.prod(shape)].view(shape) for part, shape in parts]
         whole_by_matrix = dict(zip(plan.owned, self.wholes, strict=True))
 
         def in_wholes(by_peer: ByPeer) -> list[Place]:

@@ -10,14 +10,15 @@ Each rank fills a small vector of integers, of which one all-reduce takes the ma
 
 A failure of one rank takes the place of its lines. Words, with the culprit named, are gathered only
 if a flag is set. Every rank reaches the same verdict, so no rank raises while others wait for it.
-On a CPU the maximum is read before anything changes. On a device, reading would wait for the
-backward pass::
+On a CPU the maximum is read before anything changes: step k raises for its own gradients. On a
+device, reading would wait for the backward pass, and most steps read late::
 
     step k      ballot (its maximum stays on the device), exchange, update unless a flag is set
     step k + 1  read the maximum of step k: raise, or count a skipped step; then the next ballot
 
-A step with a flag leaves parameters and state as they were. A failure in step k itself goes into
-the ballot of step k + 1, which leaves that step out, and step k + 2 raises.
+A step with a flag leaves parameters and state as they were. A failure in step k after its ballot
+goes into the ballot of step k + 1, which changes nothing. That step raises if it reads its own
+maximum, else step k + 2 does.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ MAX_IDLE_STEPS = 10
 # Largest entry of a matrix's gradient: float32 momentum holds the sum of many of them.
 LARGEST_GRADIENT = 2.0**100
 
-# Positions in the vector.
-_GRADIENT, _UPDATE, _MARKS = range(1, 4)
+# Positions of two flags in the vector.
+_GRADIENT, _UPDATE = 1, 2
 # Identity of the maximum: mark, and its negative, of a set of ranks without this one.
 _ABSTENTION = -(2**60)
 
@@ -125,7 +126,7 @@ class Ballot(NamedTuple):
 
 
 class Votes(NamedTuple):
-    """The result of a ballot, on the host; each but the first is 0 in a good step.
+    """The result of a ballot, on the host; all but the first are 0 in a good step.
 
     Attributes:
         exists: 2 if a matrix has a gradient on any rank (or any parameter, in a world without
@@ -193,7 +194,7 @@ class Ballots:
             RankMismatchError: On every rank; names the ranks and the line that differs.
             MissingGradientError: On every rank; names a parameter and two ranks, or matrices
                 without a gradient on any rank.
-            ValueError: On every rank, for a fault, such as a sparse gradient.
+            ValueError: On every rank, for a mistake on one, such as a sparse gradient.
             NonFiniteUpdateError: On every rank; names the first matrix whose last update was NaN
                 or inf. Its parameter was only decayed then.
             NonFiniteGradientError: On every rank; names a parameter and a rank.
@@ -205,10 +206,8 @@ class Ballots:
             if fault is not None:
                 raise fault
             grads, misplaced = self._local_gradients()
-        except ValueError as error:
-            if self._world.group is None:
-                raise
-            self._failure = self._failure or failure_text(f"step {step}", error)
+        except Exception as error:
+            self.report_failure(f"step {step}", error)
         full = {i: grad for i, grad in enumerate(grads) if grad is not None and grad.numel()}
         unusable = Flags()
         if full:
@@ -226,10 +225,10 @@ class Ballots:
         if waits:
             votes = Votes.of(reduced.tolist())
             reason = self._judge(ballot, votes)
-            if step == 1 and not votes.exists:
+            if step == 1 and not votes.exists:  # the first step waits, as its buffers are new
                 return Verdict("", [], is_idle=True)
         else:
-            self._unread, skip_mask = (ballot, fetch(reduced)), reduced[_GRADIENT:].any()
+            self._unread, skip_mask = (ballot, fetch(reduced)), reduced[1:].any()
         # Moving a gradient is a collective, which hangs if a rank has none: this waits for the
         # backward pass until all ranks are known to have one.
         if misplaced and not reason and not Votes.of(reduced.tolist()).gradients_differ:
@@ -270,7 +269,7 @@ class Ballots:
         if self._world.group is None:
             raise error
         # Only text is kept: the error would keep alive the tensors of its frames on a full device.
-        logger.error("%s failed; all ranks raise at their next ballot", part, exc_info=error)
+        logger.error("%s failed here; the ballot tells all ranks", part, exc_info=error)
         self._failure = self._failure or failure_text(part, error)
 
     def report_updates(
@@ -347,7 +346,7 @@ class Ballots:
             if flags.values is not None:
                 is_any = flags.values.any().to(self._device)
                 vector[position].masked_fill_(is_any, world.rank + 1)
-        sizes = [_MARKS, len(marks), len(marks)]
+        sizes = [3, len(marks), len(marks)]
         flags, greatest, negative = max_over(vector, world.group).split(sizes)
         return torch.cat([flags, greatest + negative])
 
@@ -360,7 +359,7 @@ class Ballots:
             )
         if votes.texts_differ:
             check_alike("the coming step", ballot.text, self._world.group)
-        words = self._gather_words(ballot) if any(votes[_GRADIENT:]) else {}
+        words = self._gather_words(ballot) if any(votes[1:]) else {}
         if votes.gradients_differ:
             self._raise_for_missing(ballot.step, words)
         if ballot.step:

@@ -66,6 +66,7 @@ def observe(engine: Engine, step: Step) -> dict[str, Measurement]:
     for name, momentum in engine.gather_sample(step):
         start = time.perf_counter()
         try:
+            # A composed schedule divides a matrix by SAFETY times its norm.
             row = measure_spectrum(momentum, table, SAFETY, exact_norm=is_exact).tolist()
         except Exception as error:
             engine.ballots.report_failure(f"step {orders.step}: measuring {name}", error)

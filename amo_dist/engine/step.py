@@ -295,7 +295,7 @@ class Engine:
 
     # ---------------------------------------------------------------- one step
 
-    def agree(self, orders: Orders, fault: ValueError | None = None) -> Verdict:
+    def agree(self, orders: Orders, fault: Exception | None = None) -> Verdict:
         """Vote on the coming step and on its gradients; a collective over the world.
 
         Args:
@@ -435,7 +435,7 @@ class Engine:
 
         A bucket that travels takes three turns of the loop: in the first its gather starts, in the
         second its matrices are orthogonalized and its scatter starts, in the third its results are
-        applied. Bucket k takes the buffers of bucket k - 2, from which its matrices have gone::
+        applied. Bucket k + 2 takes the send buffers of bucket k, which are free by then::
 
             turn       -2       -1       0         1         2         3
             bucket 0   gather            compute   apply

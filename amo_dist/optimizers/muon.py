@@ -242,12 +242,12 @@ class Muon(torch.optim.Optimizer):
     @torch.inference_mode(False)  # buffers outlive the caller's mode
     @torch.no_grad()
     def _step(self) -> None:
-        fault: ValueError | None = None
+        fault: Exception | None = None
         try:
             self._adopt_swapped_parameters()
             self._engine.parameters.check(self.state)
             check_groups(self.param_groups, self._engine.rule.check)
-        except ValueError as error:
+        except Exception as error:
             fault = error
         engine = self._engine
         if not engine.is_connected:
@@ -355,7 +355,7 @@ class Muon(torch.optim.Optimizer):
             *(step, name, info.operator_type, residual, GUARD_BOUND, schedule.num_steps, schedule),
         )
 
-    def _connect(self, fault: ValueError | None) -> None:
+    def _connect(self, fault: Exception | None) -> None:
         """Agree with all ranks on the structure; once, at the first step."""
         engine, membership = self._engine, self._engine.membership
         if fault is not None:

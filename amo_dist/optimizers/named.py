@@ -17,6 +17,9 @@ from amo_dist.optimizers.muon import Muon
 from amo_dist.optimizers.normuon import NorMuon
 from amo_dist.optimizers.root import ROOT
 
+# Fixed schedules by name, of the optimizers that differ in nothing else. The printed coefficients
+# of ``Muon-CANS`` diverge in bfloat16, most often for matrices of few rows; here each step after
+# the first divides its input by 1.02.
 MUON_SCHEDULES: Mapping[str, str] = {
     "Muon": "kj",
     "Muon-KJ": "kj",
@@ -25,10 +28,6 @@ MUON_SCHEDULES: Mapping[str, str] = {
     "Muon-CANS": "cans",
     "Muon-Turbo": "turbo",
 }
-"""Fixed schedules by name, of the optimizers that differ in nothing else.
-
-The printed coefficients of ``Muon-CANS`` diverge in bfloat16, most often for matrices of few rows;
-here each step after the first divides its input by 1.02."""
 
 _CLASSES: dict[str, type[Muon]] = {"AdaMuon": AdaMuon, "NorMuon": NorMuon, "ROOT": ROOT, "AMO": AMO}
 

@@ -51,8 +51,8 @@ class Source:
     alike. Attributes are rebound and never changed in place, so that a shallow copy is a copy.
     """
 
+    # Name in saved state.
     name = ""
-    """Name in saved state."""
 
     def key(self, matrix: MatrixInfo) -> str:
         """Key of a matrix in `schedules`."""
@@ -195,7 +195,8 @@ class Observation:
 
     Attributes:
         step: Optimizer step.
-        ell: Median effective ``ell`` of the valid matrices; None where none was valid.
+        ell: Median effective ``ell`` of the valid matrices, which is the measured one over
+            ``SAFETY``; None where none was valid.
         num_sampled: Number of matrices that were drawn.
         num_invalid: Matrices with a non-finite entry, or with zeros alone, which contribute
             nothing.
