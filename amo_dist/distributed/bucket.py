@@ -27,41 +27,6 @@ BUCKETS_IN_FLIGHT = 2
 _ALIGNMENT = 64
 
 
-class Memory:
-    """Memory of the buckets of one exchange, which the model has between steps.
-
-    Views of it stay valid while it is free. A CPU keeps it: there, new memory costs a step some
-    percent.
-
-    Args:
-        device: Device of the memory.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._tensors: list[Tensor] = []
-
-    def empty(self, size: int, dtype: torch.dtype) -> Tensor:
-        """New memory of ``size`` elements, 1-D."""
-        self._tensors.append(torch.empty(size, dtype=dtype, device=self._device))
-        return self._tensors[-1]
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Hold the memory, and free it at the end.
-
-        If the body raises it is not freed: a collective may still be writing to it.
-        """
-        for tensor in self._tensors:
-            storage = tensor.untyped_storage()
-            if storage.nbytes() < tensor.nbytes:
-                storage.resize_(tensor.nbytes)
-        yield
-        if self._device.type != "cpu":
-            for tensor in self._tensors:
-                tensor.untyped_storage().resize_(0)
-
-
 class Place(NamedTuple):
     """The place of a region in a bucket's memory.
 
@@ -177,58 +142,86 @@ class Bucket:
         )
 
 
-def make_buckets(
-    plan: ExchangePlan,
-    matrices: Sequence[Matrix],
-    *,
-    group: dist.ProcessGroup | None,
-    memory: Memory,
-    dtype: torch.dtype,
-) -> list[Bucket]:
-    """Allocate the memory of a plan, and lay its buckets out in it; communicates nothing.
+class Exchange:
+    """The buckets of one set of ranks, and their memory, which the model has between steps.
 
-    After a step that failed this is done anew: what is still under way must not arrive in the
-    memory of a later step.
+    Views of the memory stay valid while it is free. A CPU keeps it: there, new memory costs a step
+    some percent. After a step that failed an exchange is made anew: what is still under way must
+    not arrive in the memory of a later step. Construction communicates nothing.
 
     Args:
         plan: Plan of this rank; it fixes the order of collectives, the same on all peers.
         matrices: Matrices, which the plan indexes.
         group: Process group of the plan's peers; None on a single rank.
-        memory: Memory of the buckets; new, and filled here.
+        device: Device of the memory.
         dtype: Dtype in which matrices travel.
 
-    Returns:
-        Local buckets first, then those that travel.
+    Attributes:
+        buckets: Local buckets first, then those that travel.
+        sent_bytes: Bytes that this rank sends to others in a step.
     """
-    plans = [*plan.local, *plan.buckets]
-    size = max((sum(_space(matrices[i].shape) for i in p.owned) for p in plans), default=0)
-    wholes = memory.empty(size, dtype)
-    fields = ("to_owners", "from_holders", "to_holders", "from_owners")
-    sides = [_pack([getattr(p, field) for p in plan.buckets], dtype, memory) for field in fields]
-    local = [Bucket(p, matrices, wholes, (), None) for p in plan.local]
-    sides_by_bucket = zip(plan.buckets, *sides, strict=True)
-    return local + [Bucket(p, matrices, wholes, own, group) for p, *own in sides_by_bucket]
 
+    def __init__(
+        self,
+        plan: ExchangePlan,
+        matrices: Sequence[Matrix],
+        *,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self._device, self._memory = device, list[Tensor]()
+        plans = [*plan.local, *plan.buckets]
+        size = max((sum(_space(matrices[i].shape) for i in p.owned) for p in plans), default=0)
+        wholes = self._empty(size, dtype)
+        fields = ("to_owners", "from_holders", "to_holders", "from_owners")
+        sides = [self._pack([getattr(p, field) for p in plan.buckets], dtype) for field in fields]
+        self.buckets = [Bucket(p, matrices, wholes, (), None) for p in plan.local]
+        sides_by_bucket = zip(plan.buckets, *sides, strict=True)
+        self.buckets += [Bucket(p, matrices, wholes, own, group) for p, *own in sides_by_bucket]
+        self.sent_bytes = plan.num_sent * dtype.itemsize
 
-def _pack(transfers: Sequence[ByPeer], dtype: torch.dtype, memory: Memory) -> list[_Packed]:
-    """One side of the transfers of all buckets, which take turns in two buffers."""
-    sizes = [[dtype.itemsize * count_elements(held) for held in by_peer] for by_peer in transfers]
-    totals = list(map(sum, sizes))
-    slots = [
-        memory.empty(max(totals[first::BUCKETS_IN_FLIGHT], default=0), torch.uint8)
-        for first in range(BUCKETS_IN_FLIGHT)
-    ]
-    packed = []
-    for index, by_peer in enumerate(transfers):
-        slot = slots[index % BUCKETS_IN_FLIGHT][: totals[index]]
-        regions = list(_flat(by_peer))
-        parts = slot.view(dtype).split([region.num_elements for _, region in regions])
-        places = [
-            Place(matrix, region, part.view(region.source_shape[-2:]))
-            for (matrix, region), part in zip(regions, parts, strict=True)
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the memory, and free it at the end.
+
+        If the body raises it is not freed: a collective may still be writing to it.
+        """
+        for tensor in self._memory:
+            storage = tensor.untyped_storage()
+            if storage.nbytes() < tensor.nbytes:
+                storage.resize_(tensor.nbytes)
+        yield
+        if self._device.type != "cpu":
+            for tensor in self._memory:
+                tensor.untyped_storage().resize_(0)
+
+    def _empty(self, size: int, dtype: torch.dtype) -> Tensor:
+        """New memory of ``size`` elements, 1-D."""
+        self._memory.append(torch.empty(size, dtype=dtype, device=self._device))
+        return self._memory[-1]
+
+    def _pack(self, transfers: Sequence[ByPeer], dtype: torch.dtype) -> list[_Packed]:
+        """One side of the transfers of all buckets, which take turns in two buffers."""
+        sizes = [
+            [dtype.itemsize * count_elements(held) for held in by_peer] for by_peer in transfers
         ]
-        packed.append(_Packed(slot, sizes[index], places))
-    return packed
+        totals = list(map(sum, sizes))
+        slots = [
+            self._empty(max(totals[first::BUCKETS_IN_FLIGHT], default=0), torch.uint8)
+            for first in range(BUCKETS_IN_FLIGHT)
+        ]
+        packed = []
+        for index, by_peer in enumerate(transfers):
+            slot = slots[index % BUCKETS_IN_FLIGHT][: totals[index]]
+            regions = list(_flat(by_peer))
+            parts = slot.view(dtype).split([region.num_elements for _, region in regions])
+            places = [
+                Place(matrix, region, part.view(region.source_shape[-2:]))
+                for (matrix, region), part in zip(regions, parts, strict=True)
+            ]
+            packed.append(_Packed(slot, sizes[index], places))
+        return packed
 
 
 def _flat(by_peer: ByPeer) -> Iterator[Held]:

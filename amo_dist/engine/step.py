@@ -42,10 +42,9 @@ from amo_dist.config import MuonConfig, require
 from amo_dist.distributed.bucket import (
     BUCKETS_IN_FLIGHT,
     Bucket,
-    Memory,
+    Exchange,
     Place,
     bring_down,
-    make_buckets,
     on_host,
 )
 from amo_dist.distributed.layout import Region, flattened
@@ -82,20 +81,6 @@ from amo_dist.schedule.types import Schedule
 
 Groups: TypeAlias = Sequence[Mapping[str, Any]]
 State: TypeAlias = MutableMapping[Tensor, dict[str, Tensor]]
-
-
-class Exchange(NamedTuple):
-    """The buckets of one set of ranks that shares matrices with this one.
-
-    Attributes:
-        buckets: Buckets, in the order in which they travel.
-        memory: Memory of the buckets.
-        sent_bytes: Bytes that this rank sends to others in a step.
-    """
-
-    buckets: list[Bucket]
-    memory: Memory
-    sent_bytes: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -367,7 +352,7 @@ class Engine:
             for exchange in self._exchanges:
                 is_first = exchange is self._exchanges[0]
                 self.sent_bytes += exchange.sent_bytes
-                with exchange.memory.held():
+                with exchange.held():
                     self._pipeline(step, exchange.buckets, is_first=is_first)
             if self.rule.has_post and self.parameters.matrices:
                 self._post(step)
@@ -671,9 +656,7 @@ class Engine:
                 itemsize=dtype.itemsize,
                 bucket_bytes=config.bucket_bytes,
             )
-            memory = Memory(self.device)
-            buckets = make_buckets(plan, matrices, group=group, memory=memory, dtype=dtype)
-            exchanges.append(Exchange(buckets, memory, plan.num_sent * dtype.itemsize))
+            exchanges.append(Exchange(plan, matrices, group=group, device=self.device, dtype=dtype))
         return exchanges
 
     def num_bounded(self) -> int:
