@@ -8,11 +8,13 @@ import shlex
 import subprocess
 import sys
 import textwrap
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -76,6 +78,14 @@ def run(
     return subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
     )
+
+
+def whole(checkpoint: Path, scratch: Path) -> Any:
+    """Everything in a checkpoint of ``torch.distributed.checkpoint``, in whole tensors."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a checkpoint read outside a process group
+        dcp_to_torch_save(checkpoint, scratch)
+    return torch.load(scratch, weights_only=False)
 
 
 def assert_same(found: Any, expected: Any, where: str = "") -> None:

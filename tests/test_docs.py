@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 import warnings
+from typing import Any
 
 import docstring_parser
 import pytest
@@ -24,11 +25,7 @@ with warnings.catch_warnings():
     from torchtitan_ext.cli import build_parser
 
 CONFIGS = (MuonConfig, AMOConfig)
-TABLES = {
-    **{config.__name__: "docs/settings.md" for config in CONFIGS},
-    "commands": "docs/commands.md",
-}
-"""The page of each table that the code writes."""
+"""Their tables of fields are written by this code."""
 ELSEWHERE = ("export", "git", "hf", "python3", "salloc", "sbatch", "source")
 """Programs of others, whose words no test here knows."""
 
@@ -53,38 +50,34 @@ def table(config: type) -> str:
     return "\n".join(rows)
 
 
-def commands() -> dict[str, str]:
-    """What each command of the front door does, as its ``--help`` says."""
-    (subparsers,) = build_parser()._subparsers._group_actions  # type: ignore[union-attr]
-    return {action.dest: str(action.help) for action in subparsers._choices_actions}  # type: ignore[attr-defined]
-
-
 def command_table() -> str:
-    """The Markdown table of the front door's commands."""
-    rows = [f"| `amo {name}` | {what} |" for name, what in commands().items()]
+    """The Markdown table of the front door's commands, as their ``--help`` says."""
+    (parsers,) = build_parser()._subparsers._group_actions  # type: ignore[union-attr]
+    actions: Any = parsers._choices_actions  # type: ignore[attr-defined]
+    rows = [f"| `amo {action.dest}` | {action.help} |" for action in actions]
     return "\n".join(["| command | what it does |", "|---|---|", *rows])
 
 
-def tables() -> dict[str, str]:
-    """What pages must hold between two comments, by the name in them."""
-    return {**{config.__name__: table(config) for config in CONFIGS}, "commands": command_table()}
+def tables() -> dict[str, tuple[str, str]]:
+    """A page, and the table that it must hold between two comments, by the name in them."""
+    found = {config.__name__: ("docs/settings.md", table(config)) for config in CONFIGS}
+    return {**found, "commands": ("docs/commands.md", command_table())}
 
 
 def rewrite() -> None:
     """Puts the tables of this code into their pages."""
-    for name, written in tables().items():
-        page = ROOT / TABLES[name]
-        page.write_text(fill(page.read_text(), name, written))
+    for name, (page, written) in tables().items():
+        path = ROOT / page
+        path.write_text(fill(path.read_text(), name, written))
 
 
 @pytest.mark.parametrize("name", tables())
 def test_written_tables_match_the_code(name: str) -> None:
-    expected, text = tables()[name], (ROOT / TABLES[name]).read_text()
+    page, expected = tables()[name]
+    text = (ROOT / page).read_text()
     # A row says something.
     assert re.search(r"\| *(None)? \|$", expected, re.MULTILINE) is None
-    assert text == fill(text, name, expected), (
-        f"run `python -m tests.test_docs` to rewrite the tables of {TABLES[name]}"
-    )
+    assert text == fill(text, name, expected), f"run `python -m tests.test_docs` to rewrite {page}"
 
 
 def test_readme_leads_to_every_page() -> None:

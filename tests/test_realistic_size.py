@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
 from torch import nn
 
-from amo_dist import Muon, param_groups
+from amo_dist import Muon
 from tests import runs
 
 LONG = "x" * 180
@@ -17,29 +16,20 @@ LONG = "x" * 180
 
 def make_wide() -> tuple[nn.Module, Muon]:
     """2,000 matrices of long names in 40 groups."""
-    torch.manual_seed(0)
-    model = nn.Module()
-    for number in range(2000):
-        model.register_parameter(f"{LONG}_{number:04}", nn.Parameter(torch.randn(3, 2)))
     rates = {rf".*_{number:02}\d\d": 1.0 + number for number in range(20)}
-    spared = [r".*[02468]"]
-    groups = param_groups(model, patterns={".*": "mlp_up"}, lr_multipliers=rates, no_decay=spared)
-    assert len(groups) == 40
-    return model, Muon(groups, lr=1e-3)
+    groups = {"patterns": {".*": "mlp_up"}, "lr_multipliers": rates, "no_decay": [r".*[02468]"]}
+    shapes = {f"{LONG}_{number:04}": (3, 2) for number in range(2000)}
+    model, optimizer = runs.make(kind=Muon, shapes=shapes, groups=groups)
+    assert len(optimizer.param_groups) == 40
+    return model, optimizer
 
 
 def test_thousands_of_parameters_in_many_groups_resume() -> None:
     model, optimizer = make_wide()
-
-    def step(model: nn.Module, optimizer: Muon) -> None:
-        for number, param in enumerate(model.parameters()):
-            param.grad = torch.full((3, 2), 1.0 + number)
-        optimizer.step()
-
-    step(model, optimizer)
+    runs.train(model, optimizer, 1, 1)
     twin, other = runs.resume(model, optimizer, make_wide)
-    step(model, optimizer)
-    step(twin, other)
+    runs.train(model, optimizer, 2, 2)
+    runs.train(twin, other, 2, 2)
     assert runs.same(model, twin)
 
 

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from tests.examples import ROOT, assert_same, blocks, examples, run
+from tests.examples import ROOT, assert_same, blocks, examples, run, whole
 
 PAGE = "docs/recipes.md"
 STEPS = 12
@@ -79,8 +78,7 @@ def train(command: list[str], folder: Path, epochs: int) -> str:
 def saved(path: Path, scratch: Path) -> Any:
     """A checkpoint: a folder of torch.distributed.checkpoint, safetensors, or a file of torch."""
     if path.is_dir():
-        dcp_to_torch_save(path, scratch)
-        return torch.load(scratch, weights_only=False)
+        return whole(path, scratch)
     if path.suffix == ".safetensors":
         from safetensors.torch import load_file
 
@@ -91,9 +89,25 @@ def saved(path: Path, scratch: Path) -> Any:
     return state
 
 
-def check(name: str, command: list[str], interrupted: Path, whole: Path) -> None:
-    """Train without interruption and with one, and compare all that the two leave."""
-    undisturbed = train(command, whole, 2)
+def test_every_recipe_is_tested_here() -> None:
+    assert set(examples([PAGE])) == set(SAVED)
+    assert len(blocks([PAGE])) == len(SAVED) + 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "prefix"), [*((name, []) for name in SAVED), ("trainer.py", ON_TWO_RANKS)]
+)
+def test_a_recipe_trains_and_resumes_to_the_last_bit(
+    name: str, prefix: list[str], tmp_path: Path
+) -> None:
+    """Trains without an interruption and with one, and compares all that the two leave."""
+    interrupted, straight = tmp_path / "interrupted", tmp_path / "straight"
+    command, _ = [prepare(name, folder) for folder in (interrupted, straight)]
+    if prefix:
+        command = [*prefix, name]
+        assert " ".join([*command, "2"]) in (ROOT / PAGE).read_text()
+    undisturbed = train(command, straight, 2)
     expected = losses(undisturbed)
     # Both ranks print under the Trainer.
     assert len(expected) in (STEPS, 2 * STEPS) if name in TRAINERS else len(expected) == STEPS
@@ -110,27 +124,5 @@ def check(name: str, command: list[str], interrupted: Path, whole: Path) -> None
     folder = f"{name.removesuffix('.py')}_saved"
     kept = Path(folder, f"checkpoint-{STEPS}") if name in TRAINERS else Path()
     for path in SAVED[name]:
-        states = [saved(each / kept / path, each / "whole.pt") for each in (interrupted, whole)]
+        states = [saved(each / kept / path, each / "whole.pt") for each in (interrupted, straight)]
         assert_same(*states, where=path)
-
-
-def test_every_recipe_is_tested_here() -> None:
-    assert set(examples([PAGE])) == set(SAVED)
-    assert len(blocks([PAGE])) == len(SAVED) + 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SAVED)
-def test_a_recipe_trains_and_resumes_to_the_last_bit(name: str, tmp_path: Path) -> None:
-    command, _ = [prepare(name, tmp_path / each) for each in ("interrupted", "whole")]
-    check(name, command, tmp_path / "interrupted", tmp_path / "whole")
-
-
-@pytest.mark.slow
-def test_the_trainer_under_ddp(tmp_path: Path) -> None:
-    name = "trainer.py"
-    for each in ("interrupted", "whole"):
-        prepare(name, tmp_path / each)
-    command = [*ON_TWO_RANKS, name]
-    assert " ".join([*command, "2"]) in (ROOT / PAGE).read_text()
-    check(name, command, tmp_path / "interrupted", tmp_path / "whole")

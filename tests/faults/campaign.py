@@ -10,8 +10,8 @@ from typing import Any
 
 from tests import runs
 from tests.distributed.harness import Ranks
-from tests.faults.damage import KINDS, Ledger
-from tests.faults.worker import SAVE_POINTS, STEPS, Kill, Run, train
+from tests.faults.damage import KINDS, SAVE_POINTS, Ledger
+from tests.faults.worker import STEPS, Run, train
 
 POINTS = ("before_step", "in_step", *SAVE_POINTS)
 LAYOUTS = {
@@ -32,13 +32,15 @@ def draw(rng: random.Random) -> tuple[list[Run], list[list[str]]]:
     # At later steps each, so that most runs get to their end.
     for step in [*sorted(rng.sample(range(1, STEPS + 1), rng.randint(1, 3))), None]:
         world_size, save_every = rng.randint(1, 4), rng.randint(1, 3)
-        kill = None if step is None else _draw_kill(rng, step, world_size, save_every)
         layout, saves_async = rng.choice(LAYOUTS[world_size]), rng.random() < 0.5
-        drawn.append(Run(world_size, layout, save_every, saves_async, kill))
+        kill = () if step is None else _draw_kill(rng, step, world_size, save_every)
+        drawn.append(Run(world_size, layout, save_every, saves_async, *kill))
     return drawn, [rng.choices(KINDS, k=rng.choice((0, 1, 1, 2))) for _ in drawn]
 
 
-def _draw_kill(rng: random.Random, step: int, world_size: int, save_every: int) -> Kill:
+def _draw_kill(
+    rng: random.Random, step: int, world_size: int, save_every: int
+) -> tuple[int, str, tuple[int, ...]]:
     point, ranks = rng.choice(POINTS), tuple(range(world_size))
     if point in SAVE_POINTS:
         step = min(-(-step // save_every), STEPS // save_every) * save_every
@@ -46,7 +48,7 @@ def _draw_kill(rng: random.Random, step: int, world_size: int, save_every: int) 
         ranks = (0,)  # only the coordinator writes metadata; the others wait for it
     elif rng.random() < 0.5:
         ranks = (rng.randrange(world_size),)
-    return Kill(step, point, ranks)
+    return step, point, ranks
 
 
 class Campaign:
@@ -62,12 +64,11 @@ class Campaign:
         resumed.unlink(missing_ok=True)
         outcomes = self._run_on(run.world_size, fresh=True)(train, run, checkpoints, resumed)
         resume: dict[str, Any] = json.loads(resumed.read_text()) if resumed.exists() else {}
-        killed = run.kill.ranks if run.kill else ()
         if all(outcomes):
-            assert run.kill is None or run.kill.step <= resume["first"]
+            assert run.kill_step <= resume["first"]
             return resume, outcomes[0]
-        assert killed
-        assert not any(outcomes[rank] for rank in killed)
+        assert run.killed
+        assert not any(outcomes[rank] for rank in run.killed)
         return resume, None
 
     def trial(self, rng: random.Random) -> list[str]:
@@ -78,7 +79,7 @@ class Campaign:
         """
         trial_runs, damages = draw(rng)
         if not self._reference:  # an undisturbed run on one rank
-            run = Run(1, "plain", STEPS + 1, False)
+            run = Run(1, "plain", STEPS + 1)
             (self._reference,) = self._run_on(1)(train, run, self._folder / "none")
         checkpoints = self._folder / "checkpoints"
         ledger, events = Ledger(checkpoints), ["resumes"] * (len(trial_runs) - 1)

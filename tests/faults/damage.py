@@ -1,11 +1,18 @@
-"""Damage to the newest checkpoint of a run, and the resume that must follow."""
+"""Saves that fail, damage to the newest checkpoint, and the resume that must follow."""
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import random
+import signal
 from pathlib import Path
+from typing import Any
 
+import torch.distributed.checkpoint as dcp
+
+SAVE_POINTS = ("in_save", "before_metadata", "before_checksums")
 KINDS = ("cut", "flip", "delete")
 METADATA, CHECKSUMS = ".metadata", "checksums.json"
 
@@ -13,6 +20,30 @@ METADATA, CHECKSUMS = ".metadata", "checksums.json"
 def step_of(folder: Path) -> int:
     """From the name of a checkpoint's folder."""
     return int(folder.name.removeprefix("step-"))
+
+
+def die(*_: Any, **__: Any) -> None:
+    """As by an operator, or for want of memory."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail_in_save(step: int, point: str) -> None:
+    """Have this rank killed at one of `SAVE_POINTS` of a step, or find the ``disk_full`` there."""
+    name = "write_data" if point in ("in_save", "disk_full") else "finish"
+    stock = getattr(dcp.FileSystemWriter, name)
+
+    def method(writer: dcp.FileSystemWriter, *args: Any, **kwargs: Any) -> Any:
+        is_now = step_of(Path(writer.path)) == step
+        if is_now and point == "disk_full":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if is_now and point == "before_metadata":
+            die()
+        result = stock(writer, *args, **kwargs)
+        if is_now:
+            die()
+        return result
+
+    setattr(dcp.FileSystemWriter, name, method)
 
 
 class Ledger:

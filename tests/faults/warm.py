@@ -22,8 +22,8 @@ def _train_once() -> None:
         folder = Path(name)
         dist.init_process_group("gloo", init_method=f"file://{folder}/s", rank=0, world_size=1)
         for layout in ("fsdp", "tp"):
-            train(0, 1, Run(1, layout, 6, False), folder / layout)
-        train(0, 1, Run(1, "fsdp", 6, False), folder / "fsdp")  # resumes
+            train(0, 1, Run(1, layout, 6), folder / layout)
+        train(0, 1, Run(1, "fsdp", 6), folder / "fsdp")  # resumes
         dist.destroy_process_group()
     logging.getLogger().setLevel(level)  # ranks of tests are to be heard
     gc.collect()

@@ -7,7 +7,6 @@ import dataclasses
 import json
 import logging
 import os
-import signal
 import warnings
 from pathlib import Path
 from typing import Any
@@ -25,38 +24,14 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from amo_dist import AMO, AMOConfig, Muon, param_groups
+from amo_dist import AMO, Muon
 from tests import runs
 from tests.distributed import models
+from tests.faults.damage import SAVE_POINTS, die, fail_in_save
 from torchtitan_ext import CheckpointReader, CheckpointWriter
 
 STEPS, SEED = 12, 5
-CONFIG = AMOConfig(**runs.PHASES, bucket_bytes=256, ns_guard_every=1)
-SHAPES = {
-    "tok_embeddings.weight": (5, 8),
-    "layers.0.attention.wq.weight": (12, 8),
-    "layers.0.attention.wk.weight": (3, 8),
-    "layers.0.feed_forward.w1.weight": (13, 8),
-    "layers.0.attention_norm.weight": (7,),
-    "norm.weight": (8,),
-}
-
-SAVE_POINTS = ("in_save", "before_metadata", "before_checksums")
-
-
-@dataclasses.dataclass(frozen=True)
-class Kill:
-    """The early end of a run.
-
-    Attributes:
-        step: Optimizer step; the save after it for `SAVE_POINTS`.
-        point: ``before_step``, ``in_step``, or one of `SAVE_POINTS`.
-        ranks: Ranks that are killed.
-    """
-
-    step: int
-    point: str
-    ranks: tuple[int, ...]
+SHAPES = {**runs.SHAPES, "layers.0.attention.wk.weight": (3, 8), "norm.weight": (7,)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,46 +43,18 @@ class Run:
         layout: See `tests.distributed.models.make_model`; ``plain`` ranks are replicas.
         save_every: Steps from one checkpoint to the next.
         saves_async: Whether a checkpoint is written while training goes on.
-        kill: The end of the run, if that is not the last step.
+        kill_step: Optimizer step in which the run ends, or after which, for `SAVE_POINTS`.
+        point: ``before_step``, ``in_step``, or one of `SAVE_POINTS`.
+        killed: Ranks that are killed.
     """
 
     world_size: int
     layout: str
     save_every: int
-    saves_async: bool
-    kill: Kill | None = None
-
-
-def _die(*_: Any, **__: Any) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-class _Writer(CheckpointWriter):
-    """Writes a checkpoint, or ends the process in the middle of it."""
-
-    def __init__(self, path: Path, die_at: str) -> None:
-        super().__init__(path)
-        self._die_at = die_at
-
-    def write_data(self, plan: Any, planner: Any) -> Any:
-        written = super().write_data(plan, planner)
-        if self._die_at == "in_save":
-            _die()
-        return written
-
-    def finish(self, metadata: Any, results: Any) -> None:
-        # Called on one rank only, once every rank has written.
-        stock = dcp.FileSystemWriter.finish
-
-        def finish(*args: Any) -> None:
-            if self._die_at == "before_metadata":
-                _die()
-            stock(*args)
-            if self._die_at == "before_checksums":
-                _die()
-
-        with mock.patch.object(dcp.FileSystemWriter, "finish", finish):
-            super().finish(metadata, results)
+    saves_async: bool = False
+    kill_step: int = 0
+    point: str = ""
+    killed: tuple[int, ...] = ()
 
 
 def state_of(model: nn.Module, optimizer: Muon, flatten: bool = False) -> dict[str, Any]:
@@ -129,38 +76,9 @@ def load(folder: Path, model: nn.Module, optimizer: Muon, flatten: bool = False)
     set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
 
 
-class _Saver:
-    """Saves synchronously, or in the background through a process group of its own."""
-
-    def __init__(self, folder: Path, run: Run, rank: int) -> None:
-        self._folder, self._run, self._rank = folder, run, rank
-        # The background thread's collectives would mix with those of training.
-        self._group = dist.new_group(backend="gloo") if run.saves_async else None
-        self._pending: Any = None
-
-    def save(self, step: int, model: nn.Module, optimizer: AMO) -> None:
-        self.wait()
-        path = self._folder / f"step-{step:04}"
-        kill = self._run.kill
-        is_last = kill is not None and kill.step == step and self._rank in kill.ranks
-        writer = _Writer(path, kill.point if kill is not None and is_last else "")
-        state = state_of(model, optimizer)
-        if self._run.saves_async:
-            self._pending = dcp.async_save(state, storage_writer=writer, process_group=self._group)
-        else:
-            dcp.save(state, storage_writer=writer)
-
-    def wait(self) -> None:
-        if self._pending is not None:
-            self._pending.result()
-            self._pending = None
-
-
 def make(run: Run) -> tuple[nn.Module, AMO]:
     """Model and optimizer before the first step."""
-    model = models.make_model(run.layout, SHAPES)
-    group = dist.group.WORLD if run.layout == "plain" and run.world_size > 1 else None
-    return model, AMO(param_groups(model), lr=1e-2, config=CONFIG, process_group=group)
+    return runs.make(run.layout, shapes=SHAPES, bucket_bytes=256, ns_guard_every=1)
 
 
 def resume(run: Run, folder: Path) -> tuple[nn.Module, AMO, dict[str, list[str]]]:
@@ -189,15 +107,17 @@ def train(
     Args:
         rank: Rank of this process.
         world_size: Number of ranks.
-        run: Layout, checkpoints and kill.
+        run: Layout, checkpoints and end.
         folder: Folder of the checkpoints.
         resumed: File for the step that the first rank goes on from, and for the errors before.
 
     Returns:
         The control state by step from the first on, and the whole parameters at the end.
     """
-    quiet()
-    if run.kill is not None:
+    # Residuals above the bound, and the stacks of errors that DCP raises anyway.
+    logging.getLogger().setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", "Detected an existing checkpoint")
+    if run.killed:
         # The ranks left over say at length that one has gone.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     model, optimizer, errors = resume(run, folder)
@@ -207,28 +127,33 @@ def train(
             resumed.write_text(json.dumps({"first": first, "errors": errors}))
         dist.barrier()  # or a kill of another rank could come before
     controls = {first: copy.deepcopy(optimizer.control_state_dict())}
-    saver = _Saver(folder, run, rank)
+    # The background thread's collectives would mix with those of training.
+    group = dist.new_group(backend="gloo") if run.saves_async else None
+    pending: Any = None
+    point = run.point if rank in run.killed else ""
+    if point in SAVE_POINTS:
+        fail_in_save(run.kill_step, point)
     for step in range(first + 1, STEPS + 1):
         models.set_gradients(model, SEED, step)
-        for group in optimizer.param_groups:
-            group["lr"] = 1e-2 * min(1.0, 1.3 - 0.1 * step)
-        kill = run.kill if run.kill and run.kill.step == step and rank in run.kill.ranks else None
-        if kill and kill.point == "before_step":
-            _die()
-        if kill and kill.point == "in_step":
-            with mock.patch("amo_dist.engine.step.orthogonalize", _die):
+        for group_of_params in optimizer.param_groups:
+            group_of_params["lr"] = 1e-2 * min(1.0, 1.3 - 0.1 * step)
+        if (point, step) == ("before_step", run.kill_step):
+            die()
+        if (point, step) == ("in_step", run.kill_step):
+            with mock.patch("amo_dist.engine.step.orthogonalize", die):
                 optimizer.step()
-            _die()  # this rank owned nothing
+            die()  # this rank owned nothing
         optimizer.step()
         controls[step] = copy.deepcopy(optimizer.control_state_dict())
         if step % run.save_every == 0:
-            saver.save(step, model, optimizer)
-    saver.wait()
+            if pending:
+                pending.result()
+            writer = CheckpointWriter(folder / f"step-{step:04}")
+            state = state_of(model, optimizer)
+            if run.saves_async:
+                pending = dcp.async_save(state, storage_writer=writer, process_group=group)
+            else:
+                dcp.save(state, storage_writer=writer)
+    if pending:
+        pending.result()
     return {"controls": controls, "params": runs.weights(model)}
-
-
-def quiet() -> None:
-    """Silence what runs of trials say without end."""
-    # Residuals above the bound, and the stacks of errors that DCP raises anyway.
-    logging.getLogger().setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", "Detected an existing checkpoint")

@@ -40,21 +40,23 @@ def stub(folder: Path, name: str, body: str) -> None:
     path.chmod(0o755)
 
 
-def variables(folder: Path, **changes: str) -> dict[str, str]:
-    """The environment of a job of two nodes in which a user's environment is active."""
-    outside = {name: text for name, text in CPU.items() if not name.startswith("SLURM_")}
-    return {
-        **outside,
-        "PATH": f"{folder}{os.pathsep}{CPU['PATH']}",
-        "VIRTUAL_ENV": sys.prefix,
-        "SLURM_SUBMIT_DIR": str(ROOT),
-        "SLURM_JOB_ID": "123456",
-        "SLURM_JOB_NODELIST": "n[1-2]",
-        "SLURM_GPUS_ON_NODE": "8",
-        "SLURM_CPUS_ON_NODE": "96",
-        "SLURM_RESTART_COUNT": "3",
-        **changes,
-    }
+# Not of a job that the tests run in.
+OUTSIDE = {name: text for name, text in CPU.items() if not name.startswith("SLURM_")}
+JOB = {
+    "SLURM_SUBMIT_DIR": str(ROOT),
+    "SLURM_JOB_ID": "123456",
+    "SLURM_JOB_NODELIST": "n[1-2]",
+    "SLURM_GPUS_ON_NODE": "8",
+    "SLURM_CPUS_ON_NODE": "96",
+    "SLURM_RESTART_COUNT": "3",
+}
+"""Variables of a job of two nodes."""
+
+
+def variables(stubs: Path, **more: str) -> dict[str, str]:
+    """The environment of a user, who has activated this very one, with stand-ins."""
+    path = f"{stubs}{os.pathsep}{CPU['PATH']}"
+    return {**OUTSIDE, "PATH": path, "VIRTUAL_ENV": sys.prefix, **more}
 
 
 class Job:
@@ -66,7 +68,7 @@ class Job:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.save(250)
+        (folder / "step").write_text("250\n")  # of the newest checkpoint
         stub(folder, "sleep", ":")
         # Only the question for the newest step is answered here.
         stub(folder, "python", f'[[ "$*" == *--newest-step ]] && cat {folder}/step')
@@ -81,10 +83,6 @@ echo "scontrol $*" >> {folder}/calls
         )
         stub(folder, "scancel", f'echo "scancel $*" >> {folder}/calls; touch {folder}/cancelled')
         self.ranks("exit 0")
-
-    def save(self, step: int) -> None:
-        """Have a checkpoint of a step as the newest."""
-        (self.folder / "step").write_text(f"{step}\n")
 
     def ranks(
         self, train: str, *, alone: str = "echo passed n1; echo passed n2", together: str = ":"
@@ -113,18 +111,17 @@ echo "$PWD $*" > {self.folder}/trained
         copy = shutil.copy(LAUNCH / "train.slurm", self.folder / "slurm_script")
         return subprocess.Popen(
             ["bash", copy, CONFIG, "--training.steps", "3"],
-            env=variables(self.folder, **changes),
+            env=variables(self.folder, **{**JOB, **changes}),
             cwd=self.folder,
         )
 
     def run(self, **changes: str) -> tuple[int, list[str]]:
         """Run the job; returns its status and the calls."""
-        return self.end(self.start(**changes))
+        return self.start(**changes).wait(60), self.calls()
 
-    def end(self, job: subprocess.Popen[bytes]) -> tuple[int, list[str]]:
-        job.wait(60)
+    def calls(self) -> list[str]:
         calls = self.folder / "calls"
-        return job.returncode, calls.read_text().splitlines() if calls.exists() else []
+        return calls.read_text().splitlines() if calls.exists() else []
 
 
 @pytest.fixture
@@ -136,8 +133,7 @@ REQUEUE = "scontrol requeue 123456"
 
 
 def test_every_node_gets_the_same_meeting_point(job: Job) -> None:
-    status, calls = job.run()
-    assert (status, calls) == (0, ["probe", "train"])
+    assert job.run() == (0, ["probe", "train"])
     assert (job.folder / "trained").read_text().split() == [
         *(str(ROOT), "--kill-on-bad-exit=0", "--wait=60", "--ntasks-per-node=1", "--nodes=2"),
         *("--cpus-per-task=96", "--nodes=2", "--nodelist=n1,n2"),
@@ -152,8 +148,7 @@ def test_a_spare_node_trains_in_place_of_one_that_fails(job: Job, passes: str, t
     job.ranks("exit 0", alone=f"for node in {passes}; do echo passed $node; done")
     site = job.folder / "site.sh"
     site.write_text("AMO_SRUN_OPTIONS=(--container-image=amo.sqsh)\nexport FI_PROVIDER=efa\n")
-    status, calls = job.run(AMO_SPARES="1", AMO_SITE=str(site))
-    assert (status, calls) == (0, ["probe", "train"])
+    assert job.run(AMO_SPARES="1", AMO_SITE=str(site)) == (0, ["probe", "train"])
     words = (job.folder / "trained").read_text().split()
     assert {"--container-image=amo.sqsh", f"--nodelist={trains}", f"{trains}:23456"} <= set(words)
     assert words[words.index("train") + 1 :][:2] == ["--nodes", "1"]
@@ -243,7 +238,8 @@ def test_the_time_limit_saves_and_queues_the_job_again_though_scancel_fails(
         assert process.poll() is None
         time.sleep(0.02)
     process.send_signal(signal.SIGUSR1)
-    assert job.end(process) == (status, ["probe", "train", *[SCANCEL] * attempts, REQUEUE])
+    assert process.wait(60) == status
+    assert job.calls() == ["probe", "train", *[SCANCEL] * attempts, REQUEUE]
 
 
 def test_a_failing_requeue_is_tried_again(job: Job) -> None:
@@ -266,8 +262,8 @@ def test_only_a_failure_after_progress_is_queued_again(
     job: Job, saved: int, status: int, requeues: str, is_queued: bool
 ) -> None:
     job.ranks(f"echo {saved} > {job.folder}/step; exit {status}")
-    result, calls = job.run(AMO_REQUEUES=requeues)
-    assert (result, calls) == (status, ["probe", "train", *[REQUEUE] * is_queued])
+    calls = ["probe", "train", *[REQUEUE] * is_queued]
+    assert job.run(AMO_REQUEUES=requeues) == (status, calls)
 
 
 @pytest.mark.slow
@@ -275,22 +271,12 @@ def test_a_real_run_is_probed_stopped_queued_again_and_finished(tmp_path: Path) 
     """Nothing stands in for Python here: two CPU ranks train, and the second start resumes."""
     folder, run = tmp_path / "bin", tmp_path / "run"
     folder.mkdir()
-    stub(
-        folder,
-        "scontrol",
-        f"""[[ "$2" != hostnames ]] || exec echo localhost
-echo "$*" >> {folder}/calls""",
-    )
+    hosts = '[[ "$2" != hostnames ]] || exec echo localhost'
+    stub(folder, "scontrol", f'{hosts}\necho "$*" >> {folder}/calls')
     stub(folder, "scancel", f"kill -TERM $(cat {folder}/pid)")
-    stub(
-        folder,
-        "srun",
-        f'''while [[ "$1" == -* ]]; do shift; done
-echo $$ > {folder}/pid
-export SLURMD_NODENAME=localhost
-exec "$@"''',
-    )
-    environment = variables(folder, GPUS="2", SLURM_JOB_NODELIST="localhost")
+    words = 'while [[ "$1" == -* ]]; do shift; done'
+    stub(folder, "srun", f'{words}\necho $$ > {folder}/pid\nSLURMD_NODENAME=localhost exec "$@"')
+    environment = variables(folder, GPUS="2", **{**JOB, "SLURM_JOB_NODELIST": "localhost"})
     options = [f"--dump_folder={run}", "--checkpoint.enable", "--metrics.log_freq=1"]
     script = ["bash", str(LAUNCH / "train.slurm"), "configs/debug_llama3.toml", *options]
 
@@ -321,7 +307,6 @@ def test_the_doctor_finds_what_training_ranks_find(tmp_path: Path) -> None:
     body = f'[[ "$2" == torch.distributed.run ]] && exec env > {tmp_path}/environment'
     stub(tmp_path, "python", f'{body}; exec {sys.executable} "$@"')
     outside = variables(tmp_path, GPUS="2")
-    outside = {name: text for name, text in outside.items() if not name.startswith("SLURM_")}
     outside.pop("OMP_NUM_THREADS", None)
     subprocess.run([str(LAUNCH / "doctor.sh")], env=outside, check=True)
     inside = {*(tmp_path / "environment").read_text().splitlines()}

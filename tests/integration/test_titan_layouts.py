@@ -18,14 +18,7 @@ NUM_ELEMENTS = (
 
 
 def degrees(**values: int) -> tuple[str, ...]:
-    names = {
-        "replicate": "data_parallel_replicate",
-        "shard": "data_parallel_shard",
-        "tp": "tensor_parallel",
-        "pp": "pipeline_parallel",
-        "ep": "expert_parallel",
-    }
-    return tuple(f"--parallelism.{names[key]}_degree={value}" for key, value in values.items())
+    return tuple(f"--parallelism.{name}_degree={value}" for name, value in values.items())
 
 
 def seed_checkpoint(titan: Server, folder: Path, *options: str) -> tuple[str, ...]:
@@ -95,18 +88,13 @@ def assert_same_losses(run: Run, expected: Run) -> None:
     ("world_size", "options", "sent"),
     [
         pytest.param(1, (), 0, id="one process"),
-        pytest.param(2, degrees(replicate=2, shard=1), 1, id="DDP"),
-        pytest.param(4, degrees(replicate=2), 2, id="HSDP 2x2"),
-        pytest.param(4, degrees(tp=2), 1.5, id="TP2 x FSDP2"),
+        pytest.param(2, degrees(data_parallel_replicate=2, data_parallel_shard=1), 1, id="DDP"),
+        pytest.param(4, degrees(data_parallel_replicate=2), 2, id="HSDP 2x2"),
+        pytest.param(4, degrees(tensor_parallel=2), 1.5, id="TP2 x FSDP2"),
     ],
 )
 def test_layout(
-    titan: Server,
-    fsdp: Run,
-    tmp_path: Path,
-    world_size: int,
-    options: tuple[str, ...],
-    sent: float,
+    titan: Server, fsdp: Run, tmp_path: Path, world_size: int, options: tuple[str, ...], sent: float
 ) -> None:
     run = titan.run(Job(world_size, str(tmp_path), options))
     assert_trained(run, PHASES)
@@ -139,7 +127,7 @@ def test_fused_queries_keys_and_values_train_as_three_and_resume(
 def test_pipeline(titan: Server, fsdp: Run, tmp_path: Path) -> None:
     """Stages have seeds of their own, so weights come from a seed checkpoint."""
     seed = seed_checkpoint(titan, tmp_path / "seed")
-    options = (*degrees(pp=2), "--training.local_batch_size=2", *seed)
+    options = (*degrees(pipeline_parallel=2), "--training.local_batch_size=2", *seed)
     run = titan.run(Job(4, str(tmp_path / "pp"), options))
     assert_trained(run, PHASES)
     # torchtitan does not divide gradients by the number of tokens here; they are clipped to the
@@ -157,7 +145,7 @@ def test_a_stage_without_matrices_resumes(titan: Server, tmp_path: Path) -> None
         f"extends = '{CONFIG}'\n[parallelism]\nmodule_fqns_per_model_part = {stages}\n"
     )
     options = (
-        *degrees(pp=2),
+        *degrees(pipeline_parallel=2),
         "--training.local_batch_size=2",
         *("--checkpoint.enable", "--checkpoint.interval=5", "--checkpoint.no-last_save_model_only"),
     )
@@ -182,7 +170,7 @@ def test_experts(titan: Server, tmp_path: Path) -> None:
     options += tuple(f"--optimizer.amo.{name}={value}" for name, value in amo.items())
     seed = seed_checkpoint(titan, tmp_path / "seed", *options)
     # Under the default of PyTorch 2.14 on, `spmd_types`, gloo refuses to exchange tokens.
-    ep = (*degrees(ep=2), "--parallelism.spmd_backend=partial_dtensor")
+    ep = (*degrees(expert_parallel=2), "--parallelism.spmd_backend=partial_dtensor")
     layouts: dict[str, tuple[int, tuple[str, ...]]] = {"fsdp": (2, ()), "ep": (4, ep)}
     runs = [
         titan.run(Job(world_size, str(tmp_path / key), (*options, *seed, *more)))

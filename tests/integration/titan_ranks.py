@@ -7,7 +7,6 @@ once, and then answers one JSON object a line. Ranks meet through a file, withou
 from __future__ import annotations
 
 import dataclasses
-import errno
 import functools
 import json
 import os
@@ -16,12 +15,16 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 import types
-import warnings
 from pathlib import Path
 from typing import Any
 
-from tests.examples import ROOT, assert_same
+import torch
+
+from amo_dist import Muon
+from tests.examples import ROOT, assert_same, whole
+from tests.faults.damage import fail_in_save
 from tests.integration.processes import CPU
 from torchtitan_ext.runs.run_files import complete_steps, read_metrics
 
@@ -48,8 +51,7 @@ class Job:
         arguments: torchtitan's, behind :data:`OPTIONS`.
         config: The file.
         die_at: ``(rank, step, how)``: that rank sends itself the signal ``how`` after the step, or
-            is killed ``in_save`` or ``before_metadata`` of the step's checkpoint, or finds the
-            ``disk_full`` there.
+            fails in the step's save, see :func:`tests.faults.damage.fail_in_save`.
         fake_world: Ranks of a world whose first one alone is real, as torchtitan fakes it: without
             :data:`OPTIONS`, and with models of the paper that are cut.
         stock: A function of :mod:`tests.integration.stock_configs` instead of a file: a config of
@@ -72,21 +74,18 @@ class Server:
     """The process that forks ranks; started at the first run."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen(
+        self._process: Any = subprocess.Popen(
             [sys.executable, "-m", "tests.integration.titan_ranks"],
             env={**CPU, "GLOO_SOCKET_IFNAME": "lo"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._requests, self._answers = self._process.stdin, self._process.stdout
 
     def _ask(self, request: dict[str, Any]) -> Any:
-        self._requests.write(json.dumps(request) + "\n")
-        self._requests.flush()
-        return json.loads(self._answers.readline())
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
 
     def start(self, job: Job) -> list[int]:
         """Fork the ranks; returns their processes."""
@@ -106,9 +105,7 @@ class Server:
 
     def close(self) -> None:
         """End the server; its ranks are gone by then."""
-        self._requests.close()
-        self._process.wait(timeout=60)
-        self._answers.close()
+        self._process.communicate(timeout=60)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,17 +133,9 @@ class Run:
         paths = [self.folder / f"trace{rank}.jsonl" for rank in range(self.world_size)]
         return [[json.loads(line) for line in path.read_text().splitlines()] for path in paths]
 
-    def state(self, step: int) -> dict[str, Any]:
+    def state(self, step: int) -> Any:
         """Everything in the checkpoint of a step, in whole tensors."""
-        import torch
-        from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-
-        path = self.folder / "whole.pt"
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a checkpoint read outside a process group
-            dcp_to_torch_save(str(self.folder / "checkpoint" / f"step-{step}"), str(path))
-        whole: dict[str, Any] = torch.load(path, weights_only=False)
-        return whole
+        return whole(self.folder / "checkpoint" / f"step-{step}", self.folder / "whole.pt")
 
     def first_rank(self) -> int:
         """Process of the rank that holds the folder."""
@@ -191,14 +180,9 @@ def serve() -> None:
 
 def _cut_debug_models() -> None:
     """torchtitan's debug models with fewer layers, as ``cut``: width is kept."""
-    from torchtitan.models import deepseek_v3, llama3, qwen3
+    from torchtitan.models import deepseek_v3, llama3
 
-    all_flavors: tuple[Any, ...] = (
-        llama3.llama3_configs,
-        qwen3.qwen3_configs,
-        deepseek_v3.deepseekv3_configs,
-    )
-    for flavors in all_flavors:
+    for flavors in (llama3.llama3_configs, deepseek_v3.deepseekv3_configs):
         flavors["cut"] = functools.partial(_first_layers, flavors["debugmodel"])
 
 
@@ -226,8 +210,6 @@ def _fork(job: Job) -> list[int]:
             try:
                 status = _rank(job, rank, store)
             except BaseException:
-                import traceback
-
                 traceback.print_exc()
             finally:
                 sys.stdout.flush()
@@ -257,8 +239,10 @@ def _reap(processes: list[int], timeout: float) -> list[int | None]:
 
 
 def _rank(job: Job, rank: int, store: Path) -> int:
-    import torch
     import torchtitan.trainer
+
+    from torchtitan_ext import train
+    from torchtitan_ext.plugin import trainer
 
     folder = Path(job.folder)
     output = os.open(folder / f"rank{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -278,25 +262,14 @@ def _rank(job: Job, rank: int, store: Path) -> int:
     # torchtitan's first rank waits two seconds at the end, for stores that live in it.
     clock = types.SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda _seconds: None)
     setattr(torchtitan.trainer, "time", clock)  # noqa: B010
-    return _train(job, rank)
-
-
-def _train(job: Job, rank: int) -> int:
-    import torch
-    import torchtitan.trainer
-
-    from torchtitan_ext import train
-    from torchtitan_ext.plugin import trainer
-
     torch.set_num_threads(1)
-    folder = Path(job.folder)
     trace = folder / f"trace{rank}.jsonl"
     stock: Any = torchtitan.trainer.Trainer
     stock.Config._owner = _traced(stock, trace, job, rank)  # torchtitan builds its own by it
     own: Any = _traced(trainer.Trainer, trace, job, rank)
     setattr(trainer, "Trainer", own)  # noqa: B010
-    if job.die_at is not None and job.die_at[0] == rank and job.die_at[2] in _SAVE_METHODS:
-        _fail_in_save(job.die_at[1], job.die_at[2])
+    if job.die_at is not None and job.die_at[0] == rank and not job.die_at[2].startswith("SIG"):
+        fail_in_save(*job.die_at[1:])
     if job.stock:
         from torchtitan.train import main
 
@@ -311,7 +284,6 @@ def _train(job: Job, rank: int) -> int:
 
 def _traced(trainer_class: Any, path: Path, job: Job, rank: int) -> Any:
     """A trainer that writes down each step of its optimizer."""
-    from amo_dist import Muon
 
     class Traced(trainer_class):  # type: ignore[misc]
         def __init__(self, config: Any) -> None:
@@ -342,31 +314,10 @@ def _traced(trainer_class: Any, path: Path, job: Job, rank: int) -> Any:
             with path.open("a") as file:
                 file.write(json.dumps(record) + "\n")
             who, when, how = job.die_at or (-1, -1, "")
-            if (who, when) == (rank, step) and how not in _SAVE_METHODS:
+            if (who, when) == (rank, step) and how.startswith("SIG"):
                 os.kill(os.getpid(), signal.Signals[how])
 
     return Traced
-
-
-_SAVE_METHODS = {"in_save": "write_data", "before_metadata": "finish", "disk_full": "write_data"}
-
-
-def _fail_in_save(step: int, how: str) -> None:
-    from torch.distributed.checkpoint import filesystem
-
-    method = _SAVE_METHODS[how]
-    stock = getattr(filesystem.FileSystemWriter, method)
-
-    def fail(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not str(self.path).endswith(f"step-{step}"):
-            return stock(self, *args, **kwargs)
-        if how == "in_save":
-            stock(self, *args, **kwargs)
-        if how != "disk_full":
-            os.kill(os.getpid(), signal.SIGKILL)
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    setattr(filesystem.FileSystemWriter, method, fail)
 
 
 if __name__ == "__main__":

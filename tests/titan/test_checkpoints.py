@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -49,11 +50,10 @@ class Trainer:
 class Run:
     """A run that saves after steps 2, 4, 6 and 10; a save after 8 was cut short."""
 
-    def __init__(self, folder: Path, optimizer: dict[str, Any], checkpoint: Any) -> None:
+    def __init__(self, folder: Path, *, rates: Any = None, **checkpoint: Any) -> None:
         self.model, self.trainer = nn.Linear(3, 2, bias=False), Trainer()
-        section = OptimizersContainer.Config(
-            name="Muon", patterns={"weight": "attn_q"}, **optimizer
-        )
+        fields = {"name": "Muon", "patterns": {"weight": "attn_q"}, **(rates or {})}
+        section = OptimizersContainer.Config(**fields)
         self.optimizers = section.build(model_parts=[self.model])
         self.schedulers = LRSchedulersContainer.Config(warmup_steps=4).build(
             optimizers=self.optimizers, training_steps=99
@@ -81,19 +81,16 @@ class Run:
         """The step that was loaded, 0 where nothing was."""
         return int(self.model.weight[0, 0]) if self.manager.load(step) else 0
 
+    def __enter__(self) -> Run:
+        return self
 
-@contextlib.contextmanager
-def opened(folder: Path, optimizer: dict[str, Any] | None = None, **fields: Any) -> Iterator[Run]:
-    run = Run(folder, optimizer or {}, fields)
-    try:
-        yield run
-    finally:
-        run.manager.close()
+    def __exit__(self, *_: object) -> None:
+        self.manager.close()
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    with opened(tmp_path) as run:
+    with Run(tmp_path) as run:
         run.save(2, 4, 6, 8, 10)
         (run.folder / "step-8" / ".metadata").unlink()
         (run.folder / "step-of-another-kind").mkdir()
@@ -125,7 +122,7 @@ def damage(folder: Path, *steps: int) -> None:
 def test_only_complete_checkpoints_count(
     saved: Path, step: int, keep: int, every: int, left: list[int]
 ) -> None:
-    with opened(saved, keep_latest_k=keep, keep_every=every) as run:
+    with Run(saved, keep_latest_k=keep, keep_every=every) as run:
         run.save(step)
         deadline = time.monotonic() + 60
         while [*checkpoints.checkpoints(run.folder)] != left and time.monotonic() < deadline:
@@ -137,11 +134,11 @@ def test_the_newest_complete_checkpoint_goes_before_initial_weights(
     saved: Path, tmp_path_factory: pytest.TempPathFactory, caplog: pytest.LogCaptureFixture
 ) -> None:
     initial = saved / "checkpoint" / "step-2"
-    with opened(saved, initial_load_path=str(initial)) as run:
+    with Run(saved, initial_load_path=str(initial)) as run:
         assert [run.load(), run.load(4)] == [10, 4]
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     (elsewhere / "checkpoint" / "step-6").mkdir(parents=True)  # killed in its first save
-    with opened(elsewhere, initial_load_path=str(initial)) as run:
+    with Run(elsewhere, initial_load_path=str(initial)) as run:
         assert run.load() == 2
         assert run.trainer.step == 0  # weights alone
     assert "step-6); the run starts anew" in caplog.text
@@ -152,7 +149,7 @@ def test_a_damaged_checkpoint_is_named_and_skipped(
     saved: Path, caplog: pytest.LogCaptureFixture, steps: tuple[int, ...], loaded: int
 ) -> None:
     damage(saved, *steps)
-    with opened(saved) as run:
+    with Run(saved) as run:
         assert run.load() == loaded
     lines = [one.getMessage() for one in caplog.records if "is damaged" in one.getMessage()]
     assert len(lines) == len(steps)
@@ -162,16 +159,16 @@ def test_a_damaged_checkpoint_is_named_and_skipped(
 
 def test_a_run_may_stop_at_damage_and_never_starts_anew_for_it(saved: Path) -> None:
     damage(saved, 10)
-    with opened(saved, verify=False) as run:
+    with Run(saved, verify=False) as run:
         assert run.manager._agree_on_latest_step() == 10
     with (
-        opened(saved, damaged="error") as run,
+        Run(saved, damaged="error") as run,
         pytest.raises(ValueError, match=r"step-10 is damaged: .*; checkpoint\.damaged = 'skip'"),
     ):
         run.load()
     damage(saved, 2, 4, 6)
     with (
-        opened(saved) as run,
+        Run(saved) as run,
         pytest.raises(ValueError, match=r"step-2 is damaged: .*, and no checkpoint before it"),
     ):
         run.load()
@@ -191,7 +188,7 @@ def test_what_another_rank_finds_counts_on_all(
         else:
             whole(object_list, obj, group)
 
-    with opened(saved) as run:
+    with Run(saved) as run:
         monkeypatch.setattr(dist, "all_gather_object", gather)
         if loaded is None:
             with pytest.raises(ValueError, match=r"found no step-10 in .* on rank\(s\) 1, "):
@@ -203,11 +200,9 @@ def test_what_another_rank_finds_counts_on_all(
 def test_a_failed_save_names_step_reason_rank_and_what_is_left(
     saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with opened(saved) as run:
-        monkeypatch.setattr("torchtitan_ext.plugin.storage.CheckpointWriter.write_data", fail)
+    full = mock.Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    with Run(saved) as run:
+        monkeypatch.setattr("torchtitan_ext.plugin.storage.CheckpointWriter.write_data", full)
         with pytest.raises(
             checkpoints.CheckpointError,
             match=r"step 12 could not .*No space left.* \(on rank 0\); step 10 is the newest",
@@ -220,7 +215,7 @@ def test_staging_waits_for_the_device(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("torch.accelerator.synchronize", lambda: calls.append("wait"))
     stock = checkpoints.titan.CheckpointManager
     monkeypatch.setattr(stock, "_save", lambda *_: calls.append("save"))
-    with opened(tmp_path) as run:
+    with Run(tmp_path) as run:
         run.manager.async_mode = checkpoints.titan.AsyncMode.ASYNC_WITH_PINNED_MEM
         run.save(2)
         run.manager.async_mode = checkpoints.titan.AsyncMode.DISABLED
@@ -230,11 +225,9 @@ def test_staging_waits_for_the_device(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_step_that_left_out_an_update_is_not_saved(
     saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail() -> None:
-        raise NonFiniteUpdateError("weight")
-
-    with opened(saved) as run:
-        monkeypatch.setattr(run.optimizers.optimizer, "check_last_update", fail)
+    left_out = mock.Mock(side_effect=NonFiniteUpdateError("weight"))
+    with Run(saved) as run:
+        monkeypatch.setattr(run.optimizers.optimizer, "check_last_update", left_out)
         with pytest.raises(NonFiniteUpdateError):
             run.save(12)
         assert not (run.folder / "step-12").exists()
@@ -251,7 +244,7 @@ def test_a_config_is_checked_without_a_word_about_its_defaults(
 
 
 def test_schedules_go_on_from_the_peak_that_was_loaded(saved: Path) -> None:
-    with opened(saved, {"lr": 1e-3, "on_config_change": "keep_checkpoint"}) as run:
+    with Run(saved, rates={"lr": 1e-3, "on_config_change": "keep_checkpoint"}) as run:
         assert run.load() == 10
         assert run.schedulers.schedulers[0].base_lrs == [8e-4]
 
@@ -270,5 +263,5 @@ def test_a_resume_with_another_batch_is_refused(
     monkeypatch.setattr(Trainer.config.training, field, 2)
     monkeypatch.setattr(Trainer.config.optimizer, "on_config_change", rule)
     refusal = pytest.raises(ValueError, match=rf"^training\.{field}: ")
-    with opened(saved) as run, refusal if is_refused else contextlib.nullcontext():
+    with Run(saved) as run, refusal if is_refused else contextlib.nullcontext():
         assert run.load() == 10

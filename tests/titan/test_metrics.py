@@ -1,4 +1,4 @@
-"""Figures of a logged step, from a processor without a run."""
+"""Figures of a logged step, from a processor without a run, and of callbacks; its clock."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from torchtitan_ext.batch import sequences_per_step
 from torchtitan_ext.config import settings
 from torchtitan_ext.plugin import patches, validation
+from torchtitan_ext.plugin.callbacks import Callback, CallbackError, Callbacks
 from torchtitan_ext.runs import run_files, run_log
+from torchtitan_ext.runs.step_clock import StepClock
 
 
 def dims(replicate: int = 1, shard: int = 1, cp: int = 1) -> SimpleNamespace:
@@ -58,7 +61,9 @@ def processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     made.close()
 
 
-def log(processor: Any, step: int, waits: float = 0.0) -> dict[str, Any]:
+def log(processor: Any, step: int, seconds: float = 1.0, waits: float = 0.0) -> dict[str, Any]:
+    """What is written of a step that ended after some seconds."""
+    processor.now += seconds
     processor.data_loading_times = [waits]
     # What torchtitan adds up after a resume on other ranks, with sequences of context twice.
     processor.log(step, 1.0, 1.0, 1.0, {"n_tokens_seen": 12345, "lr/AMO/0": 0.1})
@@ -74,8 +79,7 @@ def test_tokens_follow_from_the_step_wherever_a_run_resumes(processor: Any) -> N
     )
     assert not processor.should_log(11)
     assert processor.should_log(12)
-    processor.now += 10.0
-    record = log(processor, 12)
+    record = log(processor, 12, 10.0)
     assert record["num_tokens"] == 12 * 256
     assert written[-1]["n_tokens_seen"] == 12 * 256
     # Two steps since the start: not the average since step 1.
@@ -83,15 +87,13 @@ def test_tokens_follow_from_the_step_wherever_a_run_resumes(processor: Any) -> N
     assert record["seconds_per_step"] == 5.0
     # torchtitan's figure is of one of four data-parallel devices, each with two of context.
     processor.ntokens_since_last_log = 2 * 256 // 4
-    processor.now += 10.0
-    record = log(processor, 14)
+    record = log(processor, 14, 10.0)
     assert record["tokens_per_second"] == 8 * written[-1]["throughput(tps)"]
     assert record["lr"] == 0.1
 
 
 def test_validations_stand_beside_the_logged_steps(processor: Any, tmp_path: Path) -> None:
     processor.should_log(12)
-    processor.now += 1.0
     log(processor, 12)
     for step, loss in ((12, 1.5), (13, float("nan")), (15, 1.25)):
         processor._end_step()
@@ -115,7 +117,6 @@ def test_a_step_of_validation_is_a_global_batch(steps: int, expected: int) -> No
 
 def test_a_validation_between_two_logs_is_no_time_of_training(processor: Any) -> None:
     processor.should_log(12)
-    processor.now += 1.0
     log(processor, 12)
     processor.now += 50.0
     processor.log_validation(1.0, 12)  # right after a log
@@ -126,9 +127,8 @@ def test_a_validation_between_two_logs_is_no_time_of_training(processor: Any) ->
     processor.ntokens_since_last_log += 1000
     processor.log_validation(1.0, 13)
     assert processor.ntokens_since_last_log == 7
-    processor.now += 2.0
     assert processor.should_log(14)
-    assert log(processor, 14)["seconds_per_step"] == 2.0
+    assert log(processor, 14, 2.0)["seconds_per_step"] == 2.0
 
 
 @pytest.mark.parametrize(("waits", "is_told"), [(0.0625, False), (0.125, True)])
@@ -136,9 +136,8 @@ def test_waits_for_data_are_told_from_one_per_cent_of_a_step_on(
     processor: Any, waits: float, is_told: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     processor.should_log(11)
-    processor.now += 10.0
     with caplog.at_level(logging.INFO, logger="torchtitan_ext.progress"):
-        assert log(processor, 12, waits)["data_seconds_per_step"] == waits / 2
+        assert log(processor, 12, 10.0, waits)["data_seconds_per_step"] == waits / 2
     assert ("waits for data" in caplog.text) == is_told
     assert "to go: 0:07:15 of 99 steps" in caplog.text  # 87 steps of 5 s
 
@@ -152,7 +151,6 @@ def test_an_observation_is_recorded_once(processor: Any, monkeypatch: pytest.Mon
         }
         monkeypatch.setattr(run_log, "optimizer_fields", lambda _, latest=latest: latest)
         processor.should_log(step)
-        processor.now += 1.0
         found.append(log(processor, step)["observe_seconds"])
     assert found == [None, 0.5, None, 0.25]
 
@@ -171,6 +169,65 @@ def test_a_resumed_run_shows_its_plan_and_a_new_plan_is_written_with_the_next_lo
     processor.optimizers.optimizer.plan = SimpleNamespace(to_json=lambda: "[]")
     processor.callbacks = SimpleNamespace(run=lambda *_: [], figures=lambda *_: {})
     processor._end_step()
-    processor.now += 1.0
     log(processor, 12)
     assert (tmp_path / "plan.json").read_text() == "[]\n"
+
+
+# ------------------------------------------------------------------ callbacks of the user
+
+
+class Rank(Callback):
+    def log_metrics(self, step: int, record: Any) -> dict[str, float]:
+        return {"of_rank": step / 2}
+
+
+def test_an_error_of_a_callback_names_its_rank_and_keeps_its_cause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    callbacks = Callbacks([f"{__name__}.Rank"])
+    assert callbacks.figures(3, {}) == {"of_rank": 1.5}
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
+    match = r"Rank.log_metrics failed on rank 1 at step .*Type"
+    with pytest.raises(CallbackError, match=match) as caught:
+        callbacks.figures("three", {})  # type: ignore[arg-type]
+    assert isinstance(caught.value.__cause__, TypeError)
+
+
+# ------------------------------------------------------------------ the clock of optimizer steps
+
+
+def test_on_a_cpu_the_seconds_of_steps_add_up() -> None:
+    clock = StepClock(torch.device("cpu"))
+    with mock.patch("time.perf_counter", side_effect=[1.0, 3.0, 10.0, 10.5]):
+        for _ in range(2):
+            clock.start()
+            clock.stop()
+    assert clock.take() == 2.5
+    assert clock.take() == 0.0
+
+
+def test_on_cuda_the_device_is_asked_and_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda", 1)
+    events: list[Any] = []
+
+    def make_event(enable_timing: bool) -> Any:
+        """An event of a device whose kernels take a second from one event to the next."""
+        assert enable_timing
+        place = len(events)
+        seconds_to = lambda end: 1e3 * (events.index(end) - place)  # noqa: E731
+        events.append(mock.Mock(elapsed_time=seconds_to))
+        return events[-1]
+
+    monkeypatch.setattr("torch.cuda.Event", make_event)
+    monkeypatch.setattr("torch.cuda.current_stream", lambda device=None: device)
+    clock = StepClock(device)
+    for _ in range(5):
+        clock.start()
+        clock.stop()
+    for event in events:
+        event.record.assert_called_once_with(device)  # the current device may be another one
+    assert not any(event.synchronize.called for event in events)
+    assert clock.take() == 5.0
+    assert [event.synchronize.call_count for event in events] == [0] * 9 + [1]
+    assert clock.take() == 0.0

@@ -1,24 +1,34 @@
-"""Models of a config: their first weights and attention, and torchtitan on CPU."""
+"""Models of a config: shapes, first weights, attention and documents, and torchtitan on CPU."""
 
 from __future__ import annotations
 
-from typing import Any, cast
+import json
+from typing import Any
 
 import pytest
 import torch
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
-from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.llama3 import llama3_configs
+from torchtitan.models.qwen3 import qwen3_configs
 
-from torchtitan_ext.plugin import models
+from amo_dist.config import OPERATOR_TYPES
+from amo_dist.operators.groups import param_groups
+from tests.examples import ROOT
+from torchtitan_ext.config import settings
+from torchtitan_ext.data.loader import document_positions
+from torchtitan_ext.data.tokenizers import ByteTokenizer
+from torchtitan_ext.plugin import models, patches
 from torchtitan_ext.plugin.activations import Activations
 
-
-def build(name: str, flavor: str, *, fuse_qkv: bool = False) -> Decoder:
-    spec = models.spec(models.Model(name=name, flavor=flavor, fuse_qkv=fuse_qkv))
-    return cast(Decoder, spec.model.build())
+GOLDEN = json.loads((ROOT / "tests/golden/model_specs.json").read_text())
+EOS = ByteTokenizer().eos_id
 
 
-def start(model: Decoder, seed: int = 1) -> dict[str, torch.Tensor]:
+def build(name: str, flavor: str = "tiny", **fields: Any) -> Any:
+    return models.spec(models.Model(name=name, flavor=flavor, **fields)).model.build()
+
+
+def start(model: Any, seed: int = 1) -> dict[str, torch.Tensor]:
     torch.manual_seed(seed)
     with torch.no_grad():
         model.init_weights()
@@ -27,7 +37,7 @@ def start(model: Decoder, seed: int = 1) -> dict[str, torch.Tensor]:
 
 def test_first_weights_are_those_of_earlier_runs() -> None:
     # Drawn from names that torchtitan had before 0.3.0; a change would end all comparisons.
-    found = start(build("llama3", "tiny"), seed=42)
+    found = start(build("llama3"), seed=42)
     for name, expected in {
         "layers.1.attention.qkv_linear.wk.weight": [0.0260078069, 0.0215195976, 0.0084796632],
         "lm_head.weight": [0.0062356102, 0.0019128791, 0.0041444905],
@@ -37,7 +47,7 @@ def test_first_weights_are_those_of_earlier_runs() -> None:
 
 @pytest.mark.parametrize("name", ["llama3", "qwen3"])
 def test_first_weights_are_the_papers(name: str) -> None:
-    model = build(name, "tiny")
+    model = build(name)
     start(model)
     for key, parameter in model.named_parameters():
         if "norm" in key:
@@ -51,7 +61,7 @@ def test_first_weights_are_the_papers(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama3", "qwen3"])
 def test_a_fused_projection_starts_as_three(name: str) -> None:
-    apart, fused = build(name, "tiny"), build(name, "tiny", fuse_qkv=True)
+    apart, fused = build(name), build(name, fuse_qkv=True)
     expected, found = start(apart), start(fused)
     assert "layers.0.attention.qkv_linear.wqkv.weight" in dict(fused.named_parameters())
     assert found.keys() == expected.keys()
@@ -66,3 +76,83 @@ def test_a_fused_projection_starts_as_three(name: str) -> None:
 )
 def test_a_policy_of_activations_has_a_name(mode: Any, policy: type) -> None:
     assert type(Activations.Config(mode=mode).build(dump_folder="")) is policy
+
+
+# ------------------------------------------------------------------ models of the paper
+
+
+def test_no_flavor_shadows_one_of_torchtitan() -> None:
+    assert not models.FLAVORS["llama3"].keys() & llama3_configs.keys()
+    assert not models.FLAVORS["qwen3"].keys() & qwen3_configs.keys()
+
+
+@pytest.mark.parametrize("flavor", GOLDEN)
+def test_shapes_and_shares_of_the_optimizers_are_the_papers(flavor: str) -> None:
+    is_qwen = flavor.startswith("Qwen3")
+    with torch.device("meta"):
+        model = build("qwen3" if is_qwen else "llama3", flavor)
+    muon, adamw = param_groups(model)
+    counts = [sum(p.numel() for _, p in group["params"]) for group in (muon, adamw)]
+    golden = GOLDEN[flavor]
+    # Printed with two decimals, some rounded and some cut: one unit of the last.
+    assert counts[0] / 1e6 == pytest.approx(golden["muon_params_m"], abs=1e-2)
+    assert counts[1] / 1e6 == pytest.approx(golden["adamw_params_m"], abs=1e-2)
+    assert 100 * counts[0] / sum(counts) == pytest.approx(golden["muon_ratio_pct"], abs=1e-2)
+    types = {views[0].operator_type for views in muon["matrix_views"].values()}
+    assert types == set(OPERATOR_TYPES)
+    head_dim = round(golden["q_ratio"] * golden["dim"] / golden["heads"])
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    assert len(model.layers) == golden["layers"]
+    for name, shape in {
+        "attention.qkv_linear.wq": (golden["heads"] * head_dim, golden["dim"]),
+        "attention.qkv_linear.wk": (golden["kv_heads"] * head_dim, golden["dim"]),
+        "feed_forward.w1": (golden["ffn_dim"], golden["dim"]),
+        "feed_forward.w2": (golden["dim"], golden["ffn_dim"]),
+    }.items():
+        assert shapes[f"layers.0.{name}.weight"] == shape, name
+    assert shapes["tok_embeddings.weight"] == (151936 if is_qwen else 128256, golden["dim"])
+    assert ("lm_head.weight" in shapes) == (not is_qwen)  # tied: the head has no name of its own
+    assert ("layers.0.attention.q_norm.weight" in shapes) == is_qwen
+    layers = model.config.layers
+    assert {layer.attention.rope.theta for layer in layers} == {1e6 if is_qwen else 5e5}
+    assert {layer.ffn_norm.eps for layer in layers} == {1e-6 if is_qwen else 1e-5}
+
+
+# ------------------------------------------------------------------ documents
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("name", ["llama3", "qwen3"])
+@pytest.mark.parametrize("attention", ["sdpa", "flex"])
+def test_a_document_sees_others_with_sdpa_alone(
+    name: str, attention: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AMO_DEVICE", "cpu")
+    patches.install()
+    arguments = [f"--model.name={name}", "--model.flavor=tiny", f"--model.attention={attention}"]
+    data = ["--dataloader.dataset=stdlib", "--tokenizer.kind=byte", "--training.seq_len=128"]
+    config = settings.parse([*arguments, *data, "--optimizer.name=Muon"])
+    assert config.model_spec is not None
+    assert config.dataloader.positions == (attention == "flex")
+    config.model_spec.model.update_from_config(config=config)
+    torch.manual_seed(0)
+    model: Any = config.model_spec.model.build()
+    with torch.no_grad():
+        model.init_weights(buffer_device=None)
+
+    def logits(tokens: torch.Tensor) -> Any:
+        if attention == "sdpa":
+            return model(tokens)
+        positions = document_positions(tokens, EOS)
+        masks = model.get_attention_masks(positions=positions)
+        return model(tokens, positions=positions, attention_masks=masks)
+
+    tokens = torch.randint(EOS, (1, 128))
+    tokens[0, 60] = EOS
+    other = tokens.clone()
+    other[0, :60] = torch.randint(EOS, (60,))
+    # Without a compiler: attention is the same, and slower.
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        change = (logits(tokens) - logits(other))[0].abs().amax(dim=1)
+    assert change[:61].min() > 0
+    assert (change[61:].max() > 0) == (attention == "sdpa")
