@@ -14,12 +14,6 @@ from tests.faults.damage import KINDS, SAVE_POINTS, Ledger
 from tests.faults.worker import STEPS, Run, train
 
 POINTS = ("before_step", "in_step", *SAVE_POINTS)
-LAYOUTS = {
-    1: ("plain",),
-    2: ("plain", "fsdp", "fsdp", "tp"),
-    3: ("plain", "fsdp", "fsdp", "tp"),
-    4: ("plain", "fsdp", "hsdp", "tp"),
-}
 
 
 def draw(rng: random.Random) -> tuple[list[Run], list[list[str]]]:
@@ -32,9 +26,10 @@ def draw(rng: random.Random) -> tuple[list[Run], list[list[str]]]:
     # At later steps each, so that most runs get to their end.
     for step in [*sorted(rng.sample(range(1, STEPS + 1), rng.randint(1, 3))), None]:
         world_size, save_every = rng.randint(1, 4), rng.randint(1, 3)
-        layout, saves_async = rng.choice(LAYOUTS[world_size]), rng.random() < 0.5
         kill = () if step is None else _draw_kill(rng, step, world_size, save_every)
-        drawn.append(Run(world_size, layout, save_every, saves_async, *kill))
+        middle = "hsdp" if world_size == 4 else "fsdp"
+        layout = rng.choice(["plain", "fsdp", middle, "tp"] if world_size > 1 else ["plain"])
+        drawn.append(Run(world_size, layout, save_every, rng.random() < 0.5, *kill))
     return drawn, [rng.choices(KINDS, k=rng.choice((0, 1, 1, 2))) for _ in drawn]
 
 
@@ -58,19 +53,6 @@ class Campaign:
         self._run_on, self._folder = run_on, folder
         self._reference: dict[str, Any] = {}
 
-    def run(self, run: Run, checkpoints: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """The resume of a run, and the outcome of its rank 0; None where the run was killed."""
-        resumed = self._folder / "resumed.json"
-        resumed.unlink(missing_ok=True)
-        outcomes = self._run_on(run.world_size, fresh=True)(train, run, checkpoints, resumed)
-        resume: dict[str, Any] = json.loads(resumed.read_text()) if resumed.exists() else {}
-        if all(outcomes):
-            assert run.kill_step <= resume["first"]
-            return resume, outcomes[0]
-        assert run.killed
-        assert not any(outcomes[rank] for rank in run.killed)
-        return resume, None
-
     def trial(self, rng: random.Random) -> list[str]:
         """Kills, damages, resumes, and compares in the end; returns the events.
 
@@ -81,20 +63,26 @@ class Campaign:
         if not self._reference:  # an undisturbed run on one rank
             run = Run(1, "plain", STEPS + 1)
             (self._reference,) = self._run_on(1)(train, run, self._folder / "none")
-        checkpoints = self._folder / "checkpoints"
+        checkpoints, resumed = self._folder / "checkpoints", self._folder / "resumed.json"
         ledger, events = Ledger(checkpoints), ["resumes"] * (len(trial_runs) - 1)
         for run, kinds in zip(trial_runs, damages, strict=True):
             step, named = ledger.expected()
-            resume, outcome = self.run(run, checkpoints)
+            outcomes = self._run_on(run.world_size, fresh=True)(train, run, checkpoints, resumed)
+            resume = json.loads(resumed.read_text())
+            resumed.unlink()
             assert resume["first"] == step, (resume, step)
             for later, names in named.items():
                 text = "\n".join(resume["errors"][f"step-{later:04}"])
                 assert any(name in text for name in names), (names, text)
                 events.append("a damaged checkpoint named")
-            if outcome is not None:
-                break  # the last one, or one past the step of its kill already
+            if all(outcomes):  # the last one, or one past the step of its kill already
+                assert run.kill_step <= step
+                break
+            assert run.killed
+            assert not any(outcomes[rank] for rank in run.killed)
             events += filter(None, [ledger.harm(rng, kind) for kind in kinds])
-        assert outcome is not None
+        assert all(outcomes)
+        outcome = outcomes[0]
         assert set(outcome["controls"]) == set(range(step, STEPS + 1))
         for after, control in outcome["controls"].items():
             assert not after or control == self._reference["controls"][after], after

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import tomllib
+import yaml
 
 from amo_dist.config import AMOConfig
 from benchmarks.amo_paper.learning_rate import scaling_law_lr
@@ -166,3 +167,30 @@ def test_every_schedule_of_the_readme_can_be_pasted_into_a_config(
     config = settings.parse([f"--job.config_file={path}"])
     for name, value in tomllib.loads(block[1])["lr_scheduler"].items():
         assert getattr(config.lr_scheduler, name) == value
+
+
+# ------------------------------------------------------------------ manifests of clusters
+
+
+def test_the_pods_of_a_jobset_meet_and_may_save() -> None:
+    jobset = yaml.safe_load((ROOT / "launch/jobset.yaml").read_text())
+    (replicated,) = jobset["spec"]["replicatedJobs"]
+    job = replicated["template"]["spec"]
+    pod = job["template"]["spec"]
+    args = pod["containers"][0]["args"]
+    assert f"--nodes={job['parallelism']}" in args
+    assert job["completions"] == job["parallelism"]
+    subdomain = jobset["spec"]["network"]["subdomain"]
+    host = f"{jobset['metadata']['name']}-{replicated['name']}-0-0.{subdomain}"
+    assert f"--head={host}:29500" in args
+    assert pod["restartPolicy"] == "Never"  # podFailurePolicy needs it
+    config = settings.parse([f"--job.config_file={ROOT / args[1]}"], 32)
+    assert pod["terminationGracePeriodSeconds"] > config.checkpoint.stop_seconds + 30
+
+
+def test_the_first_run_of_a_cluster_locks() -> None:
+    file = "configs/smoke_h100.toml"
+    for name in ("jobset.yaml", "trainjob.yaml", "sky.yaml"):
+        assert file in (ROOT / "launch" / name).read_text()
+    config = settings.parse([f"--job.config_file={ROOT / file}"], 32)
+    assert config.optimizer.amo.lock_step < config.training.steps == 10

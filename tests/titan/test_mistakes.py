@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import tokenizers
 import torch
 
+from tests import hostile
 from tests.examples import ROOT
 from tests.titan.data_corpus import bpe_folder, build, packed, write_jsonl, write_packed
 from tests.titan.test_launch import with_gpus
@@ -275,3 +277,15 @@ def test_mistakes_among_the_words_of_a_command_are_all_named(
     assert len(named) == len(fields), named
     for line, field in zip(named, fields, strict=True):
         assert re.match(rf"(.*error: )?(argument )?\s*{re.escape(field)}", line), line
+
+
+@pytest.mark.slow
+def test_bad_values_end_in_an_error() -> None:
+    """A sample of the command lines of ``python -m tests.hostile``."""
+    with hostile.corner():
+        wrong = [
+            (line, text)
+            for line in random.Random(0).sample(hostile.lines(), 150)
+            if (text := hostile.problem(line))
+        ]
+    assert wrong == []
