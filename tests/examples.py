@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -89,15 +90,10 @@ def whole(checkpoint: Path, scratch: Path) -> Any:
 
 
 def assert_same(found: Any, expected: Any, where: str = "") -> None:
-    if isinstance(expected, torch.Tensor):
-        assert torch.equal(found, expected), where
-    elif isinstance(expected, dict):
-        assert list(found) == list(expected), where
-        for key in expected:
-            assert_same(found[key], expected[key], f"{where}/{key}")
-    elif isinstance(expected, list):
-        assert len(found) == len(expected), where
-        for index, pair in enumerate(zip(found, expected, strict=True)):
-            assert_same(*pair, f"{where}/{index}")
-    else:
-        assert found == expected, where
+    """To the last bit, and with the same keys in the same order."""
+    leaves, spec = tree_flatten_with_path(expected)
+    others, other_spec = tree_flatten_with_path(found)
+    assert other_spec == spec, (where, other_spec, spec)
+    for (path, leaf), (_, other) in zip(leaves, others, strict=True):
+        is_same = torch.equal(other, leaf) if isinstance(leaf, torch.Tensor) else other == leaf
+        assert is_same, f"{where}{keystr(path)}"

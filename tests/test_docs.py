@@ -30,18 +30,12 @@ ELSEWHERE = ("export", "git", "hf", "python3", "salloc", "sbatch", "source")
 """Programs of others, whose words no test here knows."""
 
 
-def field_docs(config: type) -> dict[str, str]:
-    """The text of each field that ``config`` itself declares, on one line."""
+def table(config: type) -> str:
+    """The Markdown table of the fields that a config itself declares."""
+    rows = ["| field | default | meaning |", "|---|---|---|"]
     params = docstring_parser.parse(config.__doc__ or "").params
     docs = {param.arg_name: " ".join((param.description or "").split()) for param in params}
     assert docs.keys() == inspect.get_annotations(config).keys()
-    return docs
-
-
-def table(config: type) -> str:
-    """The Markdown table of the fields of a concern."""
-    rows = ["| field | default | meaning |", "|---|---|---|"]
-    docs = field_docs(config)
     for field in dataclasses.fields(config):
         if field.name in docs:
             default = f'"{field.default}"' if isinstance(field.default, str) else field.default
@@ -121,16 +115,6 @@ def headings(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-def broken_links(document: str) -> list[str]:
-    """Links of a document to files or headings that are not there."""
-    broken = []
-    for path, heading in links((ROOT / document).read_text()):
-        target = (ROOT / document).parent / path if path else ROOT / document
-        if not target.exists() or (heading and heading not in headings(target.read_text())):
-            broken.append(f"{path}#{heading}")
-    return broken
-
-
 def paths(text: str) -> set[str]:
     """What a document's sentences and commands name as a file or folder of the project."""
     quoted = re.findall(r"`([^`\s]+)`", prose(text))
@@ -207,9 +191,12 @@ def amo_mistake(arguments: list[str]) -> str | None:
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_what_a_page_names_is_there(document: str) -> None:
     """Links, files, commands and tests."""
-    assert broken_links(document) == []
     page = ROOT / document
     text = page.read_text()
+    for path, heading in links(text):
+        target = page.parent / path if path else page
+        assert target.exists(), path
+        assert not heading or heading in headings(target.read_text()), f"{path}#{heading}"
     if document != "CHANGELOG.md":  # it names the past
         places = (ROOT, page.parent)
         named = sorted(paths(text))

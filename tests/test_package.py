@@ -44,17 +44,15 @@ def build(kind: str, source: Path, folder: Path) -> Path:
     return folder / done.stdout.splitlines()[-1]
 
 
-def requirements(name: str) -> Iterator[importlib.metadata.Distribution]:
+def requirements(name: str, seen: set[str]) -> Iterator[importlib.metadata.Distribution]:
     """A distribution that is installed here, and those that it requires."""
-    waiting, seen = [name], {name}
-    while waiting:
-        found = importlib.metadata.distribution(waiting.pop())
+    if name not in seen:
+        seen.add(name)
+        found = importlib.metadata.distribution(name)
         yield found
-        for line in found.requires or ():
-            needed = Requirement(line)
-            if needed.name not in seen and (not needed.marker or needed.marker.evaluate()):
-                waiting.append(needed.name)
-                seen.add(needed.name)
+        for needed in map(Requirement, found.requires or ()):
+            if not needed.marker or needed.marker.evaluate():
+                yield from requirements(needed.name, seen)
 
 
 def environment_with_torch(folder: Path) -> Path:
@@ -65,7 +63,7 @@ def environment_with_torch(folder: Path) -> Path:
     """
     venv.create(folder)
     (site,) = folder.glob("lib/python*/site-packages")
-    for found in requirements("torch"):
+    for found in requirements("torch", set()):
         for top in sorted({path.parts[0] for path in found.files or ()} - {"..", "__pycache__"}):
             if not (site / top).exists():
                 (site / top).symlink_to(Path(str(found.locate_file(top))).resolve())

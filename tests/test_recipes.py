@@ -98,9 +98,7 @@ def test_every_recipe_is_tested_here() -> None:
 @pytest.mark.parametrize(
     ("name", "prefix"), [*((name, []) for name in SAVED), ("trainer.py", ON_TWO_RANKS)]
 )
-def test_a_recipe_trains_and_resumes_to_the_last_bit(
-    name: str, prefix: list[str], tmp_path: Path
-) -> None:
+def test_a_recipe_resumes_to_the_last_bit(name: str, prefix: list[str], tmp_path: Path) -> None:
     """Trains without an interruption and with one, and compares all that the two leave."""
     interrupted, straight = tmp_path / "interrupted", tmp_path / "straight"
     command, _ = [prepare(name, folder) for folder in (interrupted, straight)]

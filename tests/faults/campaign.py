@@ -13,8 +13,6 @@ from tests.distributed.harness import Ranks
 from tests.faults.damage import KINDS, SAVE_POINTS, Ledger
 from tests.faults.worker import STEPS, Run, train
 
-POINTS = ("before_step", "in_step", *SAVE_POINTS)
-
 
 def draw(rng: random.Random) -> tuple[list[Run], list[list[str]]]:
     """Random runs over one folder of checkpoints; each but the last is killed.
@@ -24,26 +22,21 @@ def draw(rng: random.Random) -> tuple[list[Run], list[list[str]]]:
     """
     drawn = []
     # At later steps each, so that most runs get to their end.
-    for step in [*sorted(rng.sample(range(1, STEPS + 1), rng.randint(1, 3))), None]:
+    for step in [*sorted(rng.sample(range(1, STEPS + 1), rng.randint(1, 3))), 0]:
         world_size, save_every = rng.randint(1, 4), rng.randint(1, 3)
-        kill = () if step is None else _draw_kill(rng, step, world_size, save_every)
+        point, killed = "", tuple(range(world_size)) if step else ()
+        if step:
+            point = rng.choice(("before_step", "in_step", *SAVE_POINTS))
+            if point in SAVE_POINTS:
+                step = min(-(-step // save_every), STEPS // save_every) * save_every
+            if point in ("before_metadata", "before_checksums"):
+                killed = (0,)  # only the coordinator writes metadata; the others wait for it
+            elif rng.random() < 0.5:
+                killed = (rng.randrange(world_size),)
         middle = "hsdp" if world_size == 4 else "fsdp"
         layout = rng.choice(["plain", "fsdp", middle, "tp"] if world_size > 1 else ["plain"])
-        drawn.append(Run(world_size, layout, save_every, rng.random() < 0.5, *kill))
+        drawn.append(Run(world_size, layout, save_every, rng.random() < 0.5, step, point, killed))
     return drawn, [rng.choices(KINDS, k=rng.choice((0, 1, 1, 2))) for _ in drawn]
-
-
-def _draw_kill(
-    rng: random.Random, step: int, world_size: int, save_every: int
-) -> tuple[int, str, tuple[int, ...]]:
-    point, ranks = rng.choice(POINTS), tuple(range(world_size))
-    if point in SAVE_POINTS:
-        step = min(-(-step // save_every), STEPS // save_every) * save_every
-    if point in ("before_metadata", "before_checksums"):
-        ranks = (0,)  # only the coordinator writes metadata; the others wait for it
-    elif rng.random() < 0.5:
-        ranks = (rng.randrange(world_size),)
-    return step, point, ranks
 
 
 class Campaign:

@@ -12,8 +12,6 @@ from tests.faults.series import run_series
 
 
 @pytest.mark.parametrize("numbers", [range(1), pytest.param(range(1, 6), marks=pytest.mark.slow)])
-def test_a_run_killed_and_damaged_ends_on_the_same_bits(
-    run_on: Ranks, tmp_path: Path, numbers: range
-) -> None:
+def test_a_run_killed_and_damaged_ends_alike(run_on: Ranks, tmp_path: Path, numbers: range) -> None:
     events = run_series(Campaign(run_on, tmp_path).trial, numbers, seed=1)
     assert events["resumes"] > 0

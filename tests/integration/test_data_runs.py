@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration import titan_ranks
+from tests.integration.titan_ranks import Job, Server
 from tests.titan.data_corpus import write_packed
 from torchtitan_ext.runs.run_files import read_metrics
 from torchtitan_ext.tools.report.data import load
@@ -15,16 +15,9 @@ from torchtitan_ext.tools.report.data import load
 pytestmark = pytest.mark.slow
 
 
-def texts(count: int) -> list[str]:
-    """The beginnings of modules of the standard library."""
-    files = sorted(Path(json.__file__).parents[1].glob("*.py"))[:count]
-    return [file.read_text(errors="ignore")[:4000] for file in files]
-
-
-def test_validation_reads_all_of_its_data_and_leaves_training_alone(
-    titan: titan_ranks.Server, tmp_path: Path
-) -> None:
-    library = [text[: 700 * (i + 1)] for i, text in enumerate(texts(7))]
+def test_validation_reads_all_and_leaves_training_alone(titan: Server, tmp_path: Path) -> None:
+    files = sorted(Path(json.__file__).parents[1].glob("*.py"))[:7]  # of the standard library
+    library = [file.read_text(errors="ignore")[: 700 * (i + 1)] for i, file in enumerate(files)]
     held_out = write_packed(tmp_path / "packed", [library[:3], library[3:]])
     plain = ("--training.steps=16", "--training.global_batch_size=4", "--metrics.log_freq=5")
     validating = (
@@ -35,12 +28,12 @@ def test_validation_reads_all_of_its_data_and_leaves_training_alone(
         f"--validator.dataloader.dataset_path={held_out}",
     )
     batch = "--training.local_batch_size=2"
-    unseen = titan.run(titan_ranks.Job(2, str(tmp_path / "plain"), (*plain, batch)))
+    unseen = titan.run(Job(2, str(tmp_path / "plain"), (*plain, batch)))
     found: dict[int, list[tuple[int, float]]] = {}
     for world in (1, 2):
         folder = tmp_path / str(world)
         batch = f"--training.local_batch_size={4 // world}"
-        run = titan.run(titan_ranks.Job(world, str(folder), (*plain, *validating, batch)))
+        run = titan.run(Job(world, str(folder), (*plain, *validating, batch)))
         found[world] = read_metrics(folder).validations
         assert f"validation loss after step 16: {found[world][-1][1]:.4f}" in run.output()
         spans = load(folder).spans("phase")  # between the logged steps 5, 10, 15 and 16

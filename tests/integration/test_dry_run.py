@@ -71,9 +71,7 @@ def test_one_step_of_every_config(titan: Server, tmp_path: Path, path: Path) -> 
         ("--parallelism.tensor_parallel_degree=8", 1, "tensor_parallel_degree (8) must divide"),
     ],
 )
-def test_the_preflight_trains_two_steps_as_one_of_many_ranks(
-    option: str, status: int, error: str
-) -> None:
+def test_the_preflight_trains_as_one_of_many_ranks(option: str, status: int, error: str) -> None:
     words = ["preflight", CONFIG, "--world", "8", "--dry-run", option]
     done = subprocess.run(
         [sys.executable, "-m", "torchtitan_ext", *words, "--json"],

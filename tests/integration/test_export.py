@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +19,14 @@ from torchtitan_ext.plugin import models
 from torchtitan_ext.runs.run_files import RunFiles
 from torchtitan_ext.tools import export
 
+# These packages warn of one another's deprecations, at import and in use.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
 
 @pytest.fixture(autouse=True)
-def _offline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
-    with warnings.catch_warnings():
-        # These packages warn of one another's deprecations, at import and in use.
-        warnings.simplefilter("ignore")
-        yield
 
 
 def tiny_model(name: str, *, fuse_qkv: bool = False) -> Any:

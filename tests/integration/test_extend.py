@@ -56,9 +56,7 @@ def options_of(name: str, state: dict[str, Any]) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("start", FOLDERS)
-def test_an_experiment_is_killed_and_resumed_to_the_bit(
-    tmp_path: Path, undisturbed: dict[str, Run], start: str
-) -> None:
+def test_a_kill_changes_no_bit(tmp_path: Path, undisturbed: dict[str, Run], start: str) -> None:
     write_files(tmp_path)
     run = Run(tmp_path / FOLDERS[start], 2)
     command = launch(start, tmp_path)

@@ -24,9 +24,7 @@ SHORT = (
 """AMO observes until step 2, and is locked from step 4 on: a kill after step 3 is on the way."""
 
 
-def test_a_stock_config_trains_as_the_file_does_and_survives_a_kill(
-    titan: Server, tmp_path: Path
-) -> None:
+def test_a_stock_config_trains_as_the_file_does_past_a_kill(titan: Server, tmp_path: Path) -> None:
     override = ("--override.imports", f"torchtitan_ext.override.amo={json.dumps(AMO)}")
     stock = Job(2, str(tmp_path / "stock"), (*SHORT, *override), stock="llama3_debugmodel")
     found = titan.run(stock)

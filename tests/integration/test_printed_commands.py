@@ -82,9 +82,7 @@ def test_a_toml_file_trains_alike_through_all_doors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("page", ["docs/torchtitan.md", "launch/README.md"])
-def test_the_preflight_predicts_a_run_on_a_machine_without_its_data(
-    tmp_path: Path, page: str
-) -> None:
+def test_the_preflight_predicts_a_run_without_its_data(tmp_path: Path, page: str) -> None:
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     start(printed("amo preflight configs/", page), tmp_path).end()
 

@@ -193,9 +193,7 @@ def test_a_node_that_fails_the_probe_is_excluded(
         ("true", ["probe"]),  # all pairs do
     ],
 )
-def test_the_node_that_fails_with_both_neighbours_is_excluded(
-    job: Job, fails: str, calls: list[str]
-) -> None:
+def test_a_node_is_excluded_by_its_neighbours(job: Job, fails: str, calls: list[str]) -> None:
     text = (job.folder / "scontrol").read_text().replace("'n1\\nn2\\n'", "'n1\\nn2\\nn3\\nn4\\n'")
     stub(job.folder, "scontrol", text)
     pairs = f'echo "$NODES $HEAD $*" >> {job.folder}/together\n'

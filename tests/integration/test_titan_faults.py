@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 import signal
 from pathlib import Path
 
@@ -20,8 +19,6 @@ OPTIONS = (
     "--checkpoint.no-last_save_model_only",
     "--metrics.callbacks=tests.integration.own_callbacks.Recorder",
 )
-STOP = "--checkpoint.damaged=error"
-ASYNC = "--checkpoint.async_mode=async"
 
 
 @pytest.fixture(scope="module")
@@ -45,31 +42,20 @@ def reference(titan: Server, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
-@pytest.mark.parametrize(
-    ("die_at", "more"),
-    [
-        ((0, 6, "before_metadata"), ()),
-        pytest.param((1, 6, "in_save"), (ASYNC,), marks=pytest.mark.slow),
-    ],
-)
-def test_a_checkpoint_cut_short_or_damaged_is_gone_past(
-    titan: Server,
-    reference: Run,
-    tmp_path: Path,
-    die_at: tuple[int, int, str],
-    more: tuple[str, ...],
+def test_checkpoints_cut_or_damaged_are_skipped(
+    titan: Server, reference: Run, tmp_path: Path
 ) -> None:
-    job = Job(2, str(tmp_path), (*OPTIONS, *more))
-    exits = titan.wait(titan.start(dataclasses.replace(job, die_at=die_at)), timeout=60)
-    assert exits[die_at[0]] == -signal.SIGKILL
+    job = Job(2, str(tmp_path), OPTIONS)
+    exits = titan.wait(titan.start(dataclasses.replace(job, die_at=(0, 6, "before_metadata"))), 60)
+    assert exits[0] == -signal.SIGKILL
     # The other one does not wait for it: its connection is gone.
-    assert exits[1 - die_at[0]] not in (0, None)
+    assert exits[1] not in (0, None)
     run = Run(tmp_path, 2)
     assert run.complete() == [2, 4]
     assert list((tmp_path / "checkpoint" / "step-6").iterdir())
     newest = tmp_path / "checkpoint" / "step-4"
     flip(newest / "__1_0.distcp")
-    stops = dataclasses.replace(job, arguments=(*job.arguments, STOP))
+    stops = dataclasses.replace(job, arguments=(*OPTIONS, "--checkpoint.damaged=error"))
     assert titan.wait(titan.start(stops), timeout=60) == [2, 2]
     run = titan.run(job)
     assert f"{newest} is damaged: __1_0.distcp has other bytes than were written" in run.output()
@@ -80,10 +66,8 @@ def test_a_checkpoint_cut_short_or_damaged_is_gone_past(
 
 
 @pytest.mark.slow
-def test_a_full_disk_is_told_and_costs_only_the_steps_since(
-    titan: Server, reference: Run, tmp_path: Path
-) -> None:
-    job = Job(2, str(tmp_path), (*OPTIONS, ASYNC))
+def test_a_full_disk_costs_the_steps_since(titan: Server, reference: Run, tmp_path: Path) -> None:
+    job = Job(2, str(tmp_path), (*OPTIONS, "--checkpoint.async_mode=async"))
     fails = dataclasses.replace(job, die_at=(1, 6, "disk_full"))
     exits = titan.wait(titan.start(fails), timeout=60)
     assert exits == [1, 1]
@@ -95,32 +79,6 @@ def test_a_full_disk_is_told_and_costs_only_the_steps_since(
     assert run.complete() == [2, 4]
     run = titan.run(job)  # somebody has made room
     assert_same_end(run, reference, NUM_STEPS)
-
-
-@pytest.mark.slow
-def test_a_stalled_rank_ends_the_others_within_the_timeout(
-    titan: Server, reference: Run, tmp_path: Path
-) -> None:
-    """In a resumed run, where the timeout of the start would otherwise be left in force."""
-    shutil.copytree(reference.folder, tmp_path, dirs_exist_ok=True)
-    for step in (6, 8, 10):
-        shutil.rmtree(tmp_path / "checkpoint" / f"step-{step}")
-    job = Job(
-        2,
-        str(tmp_path),
-        (*OPTIONS, "--comm.train_timeout_seconds=5", "--comm.init_timeout_seconds=600"),
-        die_at=(1, 7, "SIGSTOP"),
-    )
-    first, stalled = titan.start(job)
-    # Far beyond the 5 seconds, for busy machines, and far below the 600.
-    exits = titan.wait([first], timeout=120)
-    assert titan.wait([stalled], timeout=0) == [None]
-    assert exits != [None]
-    assert exits != [0]
-    output = Run(tmp_path, 2).output()
-    assert "training resumes at step 5" in output
-    assert "Timed out" in output
-    assert "5000ms" in output
 
 
 @pytest.mark.slow
@@ -138,10 +96,8 @@ def test_training_goes_on_from_weights_alone(titan: Server, tmp_path: Path) -> N
         load = f"--checkpoint.initial_load_path={weights}"
         second = titan.run(Job(2, str(tmp_path / f"{key}2"), (*options, load, *starts[key])))
         # A new run, from its first step and first text, with better weights.
-        assert [record["phase"] for record in second.traces()[0]][:5] == [
-            *["observation"] * 4,
-            "transition",
-        ]
+        phases = [record["phase"] for record in second.traces()[0]]
+        assert phases[:5] == [*["observation"] * 4, "transition"]
         assert second.losses()[1] < first.losses()[1] - 0.5
         losses[key] = second.losses()
     assert losses["hf"] == losses["dcp"]

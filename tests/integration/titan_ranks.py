@@ -159,10 +159,13 @@ def assert_same_end(found: Run, expected: Run, step: int) -> None:
 
 def serve() -> None:
     """Answer requests until the input ends."""
+    from torchtitan.models import deepseek_v3, llama3
+
     from torchtitan_ext.data import corpus, loader, tokenizers
     from torchtitan_ext.plugin import trainer  # noqa: F401
 
-    _cut_debug_models()
+    for flavors in (llama3.llama3_configs, deepseek_v3.deepseekv3_configs):
+        flavors["cut"] = functools.partial(_first_layers, flavors["debugmodel"])
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     # All runs read the same text, whose tokens their processes share.
@@ -178,24 +181,8 @@ def serve() -> None:
         answers.flush()
 
 
-def _cut_debug_models() -> None:
-    """torchtitan's debug models with fewer layers, as ``cut``: width is kept."""
-    from torchtitan.models import deepseek_v3, llama3
-
-    for flavors in (llama3.llama3_configs, deepseek_v3.deepseekv3_configs):
-        flavors["cut"] = functools.partial(_first_layers, flavors["debugmodel"])
-
-
-def _cut_models_of_the_paper() -> None:
-    """One layer and few tokens, for time; width is kept."""
-    from torchtitan_ext.plugin import models
-
-    for flavors in models.FLAVORS.values():
-        for name in models.MODELS & flavors.keys():
-            flavors[name] = dataclasses.replace(flavors[name][0], layers=1), 4096
-
-
 def _first_layers(stock: Any, **options: Any) -> Any:
+    """A debug model of torchtitan with fewer layers, ``cut``: width is kept."""
     config = stock(**options)
     return dataclasses.replace(config, layers=config.layers[:2])
 
@@ -242,7 +229,7 @@ def _rank(job: Job, rank: int, store: Path) -> int:
     import torchtitan.trainer
 
     from torchtitan_ext import train
-    from torchtitan_ext.plugin import trainer
+    from torchtitan_ext.plugin import models, trainer
 
     folder = Path(job.folder)
     output = os.open(folder / f"rank{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -251,7 +238,10 @@ def _rank(job: Job, rank: int, store: Path) -> int:
     world_size = str(job.fake_world or job.world_size)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=world_size, NGPU=world_size)
     if job.fake_world:
-        _cut_models_of_the_paper()
+        # One layer and few tokens, for time; width is kept.
+        for flavors in models.FLAVORS.values():
+            for name in models.MODELS & flavors.keys():
+                flavors[name] = dataclasses.replace(flavors[name][0], layers=1), 4096
     else:
         torch.distributed.init_process_group = functools.partial(
             torch.distributed.init_process_group,

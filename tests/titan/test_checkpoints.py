@@ -197,9 +197,7 @@ def test_what_another_rank_finds_counts_on_all(
             assert run.load() == loaded
 
 
-def test_a_failed_save_names_step_reason_rank_and_what_is_left(
-    saved: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_save_names_step_and_reason(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full = mock.Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
     with Run(saved) as run:
         monkeypatch.setattr("torchtitan_ext.plugin.storage.CheckpointWriter.write_data", full)
@@ -222,7 +220,7 @@ def test_staging_waits_for_the_device(tmp_path: Path, monkeypatch: pytest.Monkey
     assert calls == ["wait", "save"]
 
 
-def test_a_step_that_left_out_an_update_is_not_saved(
+def test_a_step_without_an_update_is_not_saved(
     saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left_out = mock.Mock(side_effect=NonFiniteUpdateError("weight"))
@@ -233,7 +231,7 @@ def test_a_step_that_left_out_an_update_is_not_saved(
         assert not (run.folder / "step-12").exists()
 
 
-def test_a_config_is_checked_without_a_word_about_its_defaults(
+def test_defaults_are_checked_without_a_word(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     config = checkpoints.CheckpointManager.Config()

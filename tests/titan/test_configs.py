@@ -156,9 +156,7 @@ def test_continual_pretraining() -> None:
 
 
 @pytest.mark.parametrize("heading", ["WS", "WSD", "Cosine", "Constant"])
-def test_every_schedule_of_the_readme_can_be_pasted_into_a_config(
-    heading: str, tmp_path: Path
-) -> None:
+def test_schedules_of_the_readme_can_be_pasted_into_a_config(heading: str, tmp_path: Path) -> None:
     readme = (CONFIGS / "README.md").read_text()
     block = re.search(rf"^##+ {heading}\n.*?```toml\n(.*?)```", readme, re.DOTALL | re.MULTILINE)
     assert block is not None

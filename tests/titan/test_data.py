@@ -75,9 +75,7 @@ def test_a_shuffle_is_the_same_everywhere_and_prefers_no_number() -> None:
 
 @settings(max_examples=10)
 @given(st.lists(st.floats(0.01, 1), min_size=2, max_size=5), st.integers(0, 99))
-def test_a_mixture_draws_what_the_weights_say_and_leaves_out_nothing(
-    weights: list[float], seed: int
-) -> None:
+def test_a_mixture_draws_by_weights_and_leaves_out_nothing(weights: list[float], seed: int) -> None:
     mixture = Mixture(weights, seed)
     drawn = [mixture(number) for number in range(2 * CYCLE)]
     assert len(set(drawn)) == 2 * CYCLE
@@ -102,9 +100,7 @@ def test_an_epoch_has_every_sequence_once(corpus: Path) -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 4), (2, 4), (4, 2)])
-def test_any_number_of_ranks_resumes_with_the_same_batches(
-    before: int, after: int, corpus: Path
-) -> None:
+def test_any_number_of_ranks_has_the_same_batches(before: int, after: int, corpus: Path) -> None:
     expected = global_batches(loaders(corpus, 1), 20)
     first = loaders(corpus, before)
     assert global_batches(first, 7) == expected[:7]
@@ -129,9 +125,7 @@ def test_shards_may_be_more_than_files_that_a_process_may_open(order: str, tmp_p
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_a_validation_counts_each_sequence_once_whatever_the_number_of_ranks(
-    world: int, corpus: Path
-) -> None:
+def test_a_validation_counts_each_sequence_once(world: int, corpus: Path) -> None:
     config = ValidationLoader.Config(**dataclasses.asdict(packed(corpus, infinite=False)))
     expected = [row for batch in global_batches(loaders(corpus, 1), 16) for row in batch][:62]
     counted = []
@@ -207,9 +201,7 @@ def test_documents_that_do_not_see_each_other_have_places_of_their_own(tmp_path:
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torch's DataLoader
-def test_torchtitans_datasets_have_no_begin_tokens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stock_data_has_no_begin_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     folder = tmp_path / "corpus"
     folder.mkdir()

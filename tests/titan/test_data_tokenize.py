@@ -27,10 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # of datatro
 
 
 def run(source: Path | str, output: Path, *options: str) -> int:
-    status: int = cli.main(
-        ["tokenize", str(source), "-o", str(output), "--tokenizer=byte", *options]
-    )
-    return status
+    return cli.main(["tokenize", str(source), "-o", str(output), "--tokenizer=byte", *options])
 
 
 def tokens_of(corpus: Corpus) -> bytes:
@@ -41,10 +38,6 @@ def tokens_of(corpus: Corpus) -> bytes:
 
 def texts_of(output: Path) -> list[str]:
     return sorted(tokens_of(open_packed(str(output), ByteTokenizer())).decode().split("|")[:-1])
-
-
-def bytes_of(output: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in output.iterdir() if path.is_file()}
 
 
 @pytest.fixture
@@ -68,9 +61,7 @@ def corpus(tmp_path: Path) -> Path:
     return folder
 
 
-def test_good_rows_are_tokenized_and_bad_ones_counted_by_reason(
-    corpus: Path, tmp_path: Path
-) -> None:
+def test_good_rows_are_tokenized_and_bad_ones_counted(corpus: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     assert run(corpus, output, "--max-bad-rows=0.9", "--tasks=2") == 0
     rows = [f"text {i} é" for i in range(8)]
@@ -149,7 +140,10 @@ def test_a_killed_run_goes_on_with_the_bytes_of_an_undisturbed_one(tmp_path: Pat
             open_packed(str(output), ByteTokenizer())
     assert run(source, output) == 0  # the number of tasks is that of the folder
     assert run(source, tmp_path / "whole", "--tasks=4", "--executor-option=workers=1") == 0
-    first, second = bytes_of(output), bytes_of(tmp_path / "whole")
+    first, second = (
+        {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+        for folder in (output, tmp_path / "whole")
+    )
     assert first == second
     assert len(first) == 2 + 2 * 4
     for name, time_ns in before.items():
@@ -186,9 +180,7 @@ def test_a_damaged_shard_is_named(damage: Any, tmp_path: Path) -> None:
         tokens_of(open_packed(str(output), ByteTokenizer(), "ascend"))
 
 
-def test_a_folder_of_other_settings_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_settings_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_jsonl(tmp_path / "a.jsonl", [{"text": "a", "score": 1}])
     output = tmp_path / "out"
     assert run(tmp_path, output) == run(tmp_path, output) == 0  # whose logs are no source

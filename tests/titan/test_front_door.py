@@ -60,7 +60,7 @@ def test_commands_without_torchtitan_run_or_name_the_extra() -> None:
     assert all("pip install 'amo-dist[titan]'" in line for line in errors)
 
 
-def test_a_module_that_is_missing_elsewhere_keeps_its_traceback(
+def test_another_missing_module_keeps_its_traceback(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def run(*_: object) -> int:
@@ -85,9 +85,7 @@ def test_a_rank_of_torchrun_becomes_the_rank(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[0] == str(expected)
 
 
-def test_a_file_does_not_command_the_terminal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_file_commands_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "c.toml"
     file.write_text('[optimizer]\nname = "\\u001b[2J"\n')
     assert cli.main(["preflight", str(file), "--world", "2"]) == 1

@@ -181,7 +181,7 @@ class Rank(Callback):
         return {"of_rank": step / 2}
 
 
-def test_an_error_of_a_callback_names_its_rank_and_keeps_its_cause(
+def test_an_error_of_a_callback_names_rank_and_cause(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     callbacks = Callbacks([f"{__name__}.Rank"])

@@ -185,13 +185,15 @@ def test_a_mistake_is_named(
 
 # ------------------------------------------------------------------ words of a command
 
+BROKEN = ["--training.steps=-5", "--optimizer.name=Foo"]
 CONFIGS = ROOT / "configs"
 DEBUG, QUICK, QWEN = (
     str(CONFIGS / f"{name}.toml") for name in ("debug_llama3", "quickstart", "qwen3_1.7b")
 )
 PREFLIGHT = ["preflight", QUICK, "--world=2"]
+DATA, HELD_OUT = "dataloader.dataset", "validator.dataloader.dataset"
+VALIDATE = [*PREFLIGHT, "--validator.enable"]
 HF = [*PREFLIGHT, "--tokenizer.kind=hf"]
-BROKEN = ["--training.steps=-5", "--optimizer.name=Foo"]
 BATCH = "training.global_batch_size"
 TOKENIZE = ["tokenize", "rows", "-o", "out", "--tokenizer=byte"]
 FILE = "--optimizer.muon.schedule_file=short.toml"
@@ -217,13 +219,8 @@ COMMANDS: list[tuple[int, list[str], list[str]]] = [
     (0, [*HF, "--tokenizer.path=gone/t.json"], ["tokenizer.path"]),
     (0, [*HF, "--hf_assets_path=large"], ["model.flavor"]),
     (0, [*HF, "--hf_assets_path=broken"], ["tokenizer.path"]),
-    *(
-        (0, [*PREFLIGHT, *more, f"--{key}=packed", f"--{key}_path=gone"], [f"{key}_path"])
-        for key, *more in (
-            ("dataloader.dataset",),
-            ("validator.dataloader.dataset", "--validator.enable"),
-        )
-    ),
+    (0, [*PREFLIGHT, f"--{DATA}=packed", f"--{DATA}_path=gone"], [f"{DATA}_path"]),
+    (0, [*VALIDATE, f"--{HELD_OUT}=packed", f"--{HELD_OUT}_path=gone"], [f"{HELD_OUT}_path"]),
     (0, PREFLIGHT, []),
     (0, ["export", "rows", "-o", "out"], ["checkpoint"]),
     (0, [*TOKENIZE, "--text-field=body"], ["--max-bad-rows"]),

@@ -135,15 +135,13 @@ def test_a_schedule_file_sets_the_steps_of_each_type() -> None:
     assert run_log.phase_and_steps(container.optimizer)[1] == {"attn_q": 6}
 
 
-GROUPS = {
-    "no_decay": (".*norm.*",),
-    "lr_multipliers": {r"layers\.1\..*wq.*": 0.5, r"(?=.*wq).*": 2.0},
-}
+LR_MULTIPLIERS = {r"layers\.1\..*wq.*": 0.5, r"(?=.*wq).*": 2.0}
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_groups_have_their_rates_and_decays(name: str) -> None:
-    container = build([model()], config(name, **GROUPS))
+    section = config(name, no_decay=(".*norm.*",), lr_multipliers=LR_MULTIPLIERS)
+    container = build([model()], section)
     for key, group in groups_by_name(container).items():
         factor = 1.0 if "wq" not in key else 0.5 if "layers.1" in key else 2.0
         assert group["lr"] * group.get("lr_multiplier", 1.0) == pytest.approx(1e-2 * factor)
@@ -218,9 +216,7 @@ def test_a_changed_value_is_refused_and_named(name: str, field: str) -> None:
 
 @pytest.mark.parametrize("rule", ["use_config", "keep_checkpoint"])
 @pytest.mark.parametrize("name", NAMES)
-def test_one_rule_decides_about_all_values(
-    name: str, rule: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_rule_decides_all_values(name: str, rule: str, caplog: pytest.LogCaptureFixture) -> None:
     run, saved = Run(name, **NEW, on_config_change=rule), Run(name, steps=2)
     expected = Run(name, **NEW) if rule == "use_config" else saved
     run.resume(saved)

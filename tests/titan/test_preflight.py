@@ -15,8 +15,6 @@ from torchtitan_ext.config import checks, settings
 from torchtitan_ext.tools import preflight
 
 CONFIGS = ROOT / "configs"
-SPECS = json.loads((ROOT / "tests/golden/model_specs.json").read_text())
-RUNS = json.loads((ROOT / "tests/golden/pretrain_runs.json").read_text())
 MEMORY = "memory of the fullest rank, without activations and gathered parameters"
 STEP = "optimizer step, mean of ranks"
 
@@ -107,9 +105,6 @@ def test_memory_is_that_of_state_and_of_logits_or_buffers() -> None:
     assert predicted["run"]["checkpoint_bytes"] == 4 * (muon + adamw) + 4 * muon + 8 * adamw
 
 
-A1 = CONFIGS / "schedules" / "a1.toml"
-
-
 @pytest.mark.parametrize(
     ("options", "steps"),
     [
@@ -117,7 +112,7 @@ A1 = CONFIGS / "schedules" / "a1.toml"
         ("name=Muon muon.schedule=turbo", [4] * 7),
         ("name=Muon-Turbo", [4] * 7),
         ("name=ROOT", [5] * 7),
-        (f"name=Muon muon.schedule_file={A1}", [5, 4, 5, 5, 4, 4, 4]),
+        (f"name=Muon muon.schedule_file={CONFIGS}/schedules/a1.toml", [5, 4, 5, 5, 4, 4, 4]),
     ],
 )
 def test_steps_are_those_of_the_optimizer(options: str, steps: list[int]) -> None:

@@ -10,19 +10,12 @@ from typing import Any
 
 import pytest
 
+from torchtitan_ext.runs import run_files
 from torchtitan_ext.runs.records import read_records
-from torchtitan_ext.runs.run_files import (
-    RunFiles,
-    find_checkpoint,
-    lock,
-    read_config,
-    require_unlocked,
-)
+from torchtitan_ext.runs.run_files import RunFiles
 
 
-def test_a_resumed_run_drops_what_lies_beyond_its_checkpoint(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_resume_drops_what_lies_beyond(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     files = RunFiles(tmp_path)
     files.start(1)
     # 1/3 has no short decimal form: the file must bring it back to the last bit.
@@ -56,24 +49,22 @@ def test_the_plan_is_saved_once_and_forgotten_by_a_new_run(tmp_path: Path) -> No
     assert not (tmp_path / "plan.json").exists()
 
 
-def test_two_runs_cannot_write_into_one_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    require_unlocked(tmp_path / "missing", 600)
-    held = lock(tmp_path)
-    for claim in (lock, require_unlocked):
+def test_two_runs_do_not_share_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_files.require_unlocked(tmp_path / "missing", 600)
+    held = run_files.lock(tmp_path)
+    for claim in (run_files.lock, run_files.require_unlocked):
         with pytest.raises(ValueError, match=rf"^dump_folder: .* process {os.getpid()} on "):
             claim(tmp_path, 0.1)
     assert capsys.readouterr().out.count("waiting at most 0 s") == 2
     threading.Timer(0.2, held.release).start()
-    lock(tmp_path, 60).release()  # waited for
-    require_unlocked(tmp_path, 0)
+    run_files.lock(tmp_path, 60).release()  # waited for
+    run_files.require_unlocked(tmp_path, 0)
 
 
 def test_a_folder_that_cannot_be_locked_is_named(tmp_path: Path) -> None:
     (tmp_path / "lock").mkdir()
     with pytest.raises(ValueError, match=r"^dump_folder: cannot lock"):
-        lock(tmp_path)
+        run_files.lock(tmp_path)
 
 
 def test_a_run_leaves_the_config_of_its_latest_start(tmp_path: Path) -> None:
@@ -81,7 +72,7 @@ def test_a_run_leaves_the_config_of_its_latest_start(tmp_path: Path) -> None:
     assert not (tmp_path / "run.json").exists()  # a start that fails before its first step
     files.start(1, {"optimizer": {"lr": 0.1}})
     files.start(7, {"optimizer": {"lr": 0.2}})
-    assert read_config(tmp_path) == {"optimizer": {"lr": 0.2}}
+    assert run_files.read_config(tmp_path) == {"optimizer": {"lr": 0.2}}
 
 
 def test_the_newest_complete_checkpoint_of_a_run_is_found(tmp_path: Path) -> None:
@@ -90,9 +81,9 @@ def test_the_newest_complete_checkpoint_of_a_run_is_found(tmp_path: Path) -> Non
         (folder / f"step-{step}").mkdir(parents=True)
         (folder / f"step-{step}" / last).touch()  # the last save was cut short
     for path in (tmp_path, folder):
-        assert find_checkpoint(path) == folder / "step-100"
-    assert find_checkpoint(folder / "step-20") == folder / "step-20"
+        assert run_files.find_checkpoint(path) == folder / "step-100"
+    assert run_files.find_checkpoint(folder / "step-20") == folder / "step-20"
     (tmp_path / "third" / "step-300").mkdir(parents=True)
     (tmp_path / "third" / "step-300" / ".metadata").touch()
     with pytest.raises(ValueError, match=r"of any name and .*third"):
-        find_checkpoint(tmp_path)
+        run_files.find_checkpoint(tmp_path)

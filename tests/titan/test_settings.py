@@ -139,9 +139,7 @@ def test_a_name_alone_keeps_the_numerics_of_the_config(name: str) -> None:
     ("name", "norm", "expected"),
     [("AMO", "", "exact"), ("Muon", "", "as_is"), ("AMO", "as_is", "as_is")],
 )
-def test_the_size_of_updates_is_the_optimizers_own_where_it_is_left_open(
-    name: str, norm: str, expected: str
-) -> None:
+def test_the_size_of_updates_is_the_optimizers_own(name: str, norm: str, expected: str) -> None:
     section = OptimizersContainer.Config(name=name, muon=MuonSection(update_norm=norm))
     assert built(section).update_norm == expected
 
@@ -162,9 +160,7 @@ def test_a_complete_config_comes_back_from_json(name: str, tmp_path: Path) -> No
     assert type(copy.validator.dataloader) is type(config.validator.dataloader)
 
 
-def test_nodes_that_start_at_once_do_not_take_each_others_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nodes_do_not_share_a_start_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They shared a scratch file: the node that came second ended with `No such file`."""
     config, suffixes = small(f"--dump_folder={tmp_path}"), []
     monkeypatch.setattr(atomic, "replace", lambda *arguments: suffixes.append(arguments[2]))
@@ -180,9 +176,7 @@ def titan_parse(name: str | Path, *options: str) -> Any:
     return ConfigManager().parse_args(arguments)
 
 
-def test_torchtitan_finds_a_config_by_name_and_by_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torchtitan_finds_names_and_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = CONFIGS / "debug_llama3.toml"
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "mine.toml").write_text(f"extends = '{file}'\n")

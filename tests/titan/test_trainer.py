@@ -17,13 +17,9 @@ from torchtitan_ext.signals import StopSignal
 stop.install()
 
 
-def connected(
-    monkeypatch: pytest.MonkeyPatch, others: bool = False, device: str = "cpu"
-) -> StopSignal:
+def connected(patch: pytest.MonkeyPatch, others: bool = False, device: str = "cpu") -> StopSignal:
     """A signal whose other ranks had one, or none."""
-    monkeypatch.setattr(
-        "torch.distributed.all_reduce", lambda votes, _op: votes.clamp_(min=int(others))
-    )
+    patch.setattr("torch.distributed.all_reduce", lambda votes, _op: votes.clamp_(min=int(others)))
     signal = StopSignal()
     signal.connect(torch.device(device), 1.0)
     return signal
