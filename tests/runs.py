@@ -115,9 +115,7 @@ def everything(model: nn.Module, optimizer: Muon) -> list[Tensor]:
 
 def equal(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:
     """Whether two runs ended on the same bits."""
-    return left.keys() == right.keys() and all(
-        torch.equal(left[name], right[name]) for name in left
-    )
+    return left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
 
 
 def same(one: nn.Module, other: nn.Module) -> bool:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.integration.processes import CPU, ROOT
+from tests.examples import ROOT, run
 from tests.integration.titan_ranks import CONFIG, Job, Server
 from torchtitan_ext.config import settings
 
@@ -47,8 +46,8 @@ def test_one_step_of_every_config(titan: Server, tmp_path: Path, path: Path) -> 
     match = re.search(r"--world (\d+)$", path.read_text(), re.MULTILINE)
     world_size = int(match[1]) if match else 2
     settings.parse([f"--job.config_file={path}"], world_size)  # its own batch fits
-    run = titan.run(Job(1, str(tmp_path), OVERRIDES, str(path), fake_world=world_size))
-    (record,) = run.records()
+    job = Job(1, str(tmp_path), OVERRIDES, str(path), fake_world=world_size)
+    (record,) = titan.run(job).records()
     assert record["step"] == 1
     if match is None:
         return
@@ -72,14 +71,8 @@ def test_one_step_of_every_config(titan: Server, tmp_path: Path, path: Path) -> 
     ],
 )
 def test_the_preflight_trains_as_one_of_many_ranks(option: str, status: int, error: str) -> None:
-    words = ["preflight", CONFIG, "--world", "8", "--dry-run", option]
-    done = subprocess.run(
-        [sys.executable, "-m", "torchtitan_ext", *words, "--json"],
-        env=CPU,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    words = ["preflight", CONFIG, "--world", "8", "--dry-run", option, "--json"]
+    done = run([sys.executable, "-m", "torchtitan_ext", *words], ROOT, warnings="default")
     assert done.returncode == status, done.stderr
     report = json.loads(done.stdout)
     assert [line for line in report["errors"] if error not in line] == []

@@ -70,20 +70,18 @@ def test_logits_survive_the_export(tmp_path: Path, name: str, fuse_qkv: bool) ->
     model = tiny_model(name, fuse_qkv=fuse_qkv)
     checkpoint = save(model, tmp_path, name)
     export.export(checkpoint, tmp_path / "hf", export.find_source(checkpoint))
-    exported = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "hf", dtype=torch.float32
-    )
-    assert exported.config.tie_word_embeddings == (name == "qwen3")
-    assert exported.config.eos_token_id == ByteTokenizer().eos_id
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    assert theirs.config.tie_word_embeddings == (name == "qwen3")
+    assert theirs.config.eos_token_id == ByteTokenizer().eos_id
     # Long enough for the rotary embedding's scaled frequencies to matter.
     tokens = torch.randint(0, 257, (2, 300), generator=torch.Generator().manual_seed(1))
     expected = logits(model, tokens)
     assert expected.std() > 1  # the tolerance is one of numbers of this size
     # Rotary embeddings in complex against real arithmetic: 2e-5 in float32.
-    torch.testing.assert_close(logits(exported, tokens), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(logits(theirs, tokens), expected, rtol=0, atol=1e-4)
     # The tolerance would notice a rotary embedding of another base.
-    exported.model.rotary_emb.inv_freq.mul_(1.001)
-    assert (logits(exported, tokens) - expected).abs().max() > 1e-3
+    theirs.model.rotary_emb.inv_freq.mul_(1.001)
+    assert (logits(theirs, tokens) - expected).abs().max() > 1e-3
 
 
 @pytest.mark.slow

@@ -34,9 +34,24 @@ def test_scripts_are_clean(name: str) -> None:
     subprocess.run([checker, "-x", str(LAUNCH / name)], cwd=ROOT, check=True)
 
 
+SCONTROL = """
+[[ "$*" == "show hostnames n[1-2]" ]] && printf 'n1\\nn2\\n' && exit
+[[ "$*" == "show job 123456" ]] && echo "   ReqNodeList=(null) ExcNodeList=(null)" && exit
+echo "scontrol $*" >> $here/calls
+"""
+SRUN = """
+if [[ "$*" == *" bash -c "* ]]; then echo probe >> $here/calls; {alone}; exit; fi
+if [[ "$*" == *"doctor.sh --probe"* ]]; then {together}; exit; fi
+echo train >> $here/calls
+echo "$PWD $*" > $here/trained
+{train}
+"""
+
+
 def stub(folder: Path, name: str, body: str) -> None:
+    """A stand-in for a program, which knows its folder as ``$here``."""
     path = folder / name
-    path.write_text(f"#!/usr/bin/env bash\n{body}\n")
+    path.write_text(f'#!/usr/bin/env bash\nhere="${{0%/*}}"\n{body}\n')
     path.chmod(0o755)
 
 
@@ -71,17 +86,9 @@ class Job:
         (folder / "step").write_text("250\n")  # of the newest checkpoint
         stub(folder, "sleep", ":")
         # Only the question for the newest step is answered here.
-        stub(folder, "python", f'[[ "$*" == *--newest-step ]] && cat {folder}/step')
-        stub(
-            folder,
-            "scontrol",
-            f"""
-[[ "$*" == "show hostnames n[1-2]" ]] && printf 'n1\\nn2\\n' && exit
-[[ "$*" == "show job 123456" ]] && echo "   ReqNodeList=(null) ExcNodeList=(null)" && exit
-echo "scontrol $*" >> {folder}/calls
-""",
-        )
-        stub(folder, "scancel", f'echo "scancel $*" >> {folder}/calls; touch {folder}/cancelled')
+        stub(folder, "python", '[[ "$*" == *--newest-step ]] && cat $here/step')
+        stub(folder, "scontrol", SCONTROL)
+        stub(folder, "scancel", 'echo "scancel $*" >> $here/calls; touch $here/cancelled')
         self.ranks("exit 0")
 
     def ranks(
@@ -94,17 +101,7 @@ echo "scontrol $*" >> {folder}/calls
             alone: Commands in place of the probe of each node.
             together: Commands in place of the probe of all nodes together.
         """
-        stub(
-            self.folder,
-            "srun",
-            f"""
-if [[ "$*" == *" bash -c "* ]]; then echo probe >> {self.folder}/calls; {alone}; exit; fi
-if [[ "$*" == *"doctor.sh --probe"* ]]; then {together}; exit; fi
-echo train >> {self.folder}/calls
-echo "$PWD $*" > {self.folder}/trained
-{train}
-""",
-        )
+        stub(self.folder, "srun", SRUN.format(train=train, alone=alone, together=together))
 
     def start(self, **changes: str) -> subprocess.Popen[bytes]:
         # Slurm runs a copy, from another folder.
@@ -196,7 +193,7 @@ def test_a_node_that_fails_the_probe_is_excluded(
 def test_a_node_is_excluded_by_its_neighbours(job: Job, fails: str, calls: list[str]) -> None:
     text = (job.folder / "scontrol").read_text().replace("'n1\\nn2\\n'", "'n1\\nn2\\nn3\\nn4\\n'")
     stub(job.folder, "scontrol", text)
-    pairs = f'echo "$NODES $HEAD $*" >> {job.folder}/together\n'
+    pairs = 'echo "$NODES $HEAD $*" >> $here/together\n'
     passed = "; ".join(f"echo passed n{number}" for number in range(1, 5))
     job.ranks("exit 9", alone=passed, together=f"{pairs}if {fails}; then exit 1; fi")
     assert job.run() == (1, calls)
@@ -211,9 +208,10 @@ def test_a_node_is_excluded_by_its_neighbours(job: Job, fails: str, calls: list[
 
 
 SCANCEL = "scancel --signal=TERM 123456"
-FAILS_TWICE = "(($(grep -c scancel {0}/calls) == 3)) || exit 1; touch {0}/cancelled"
-SAVES_AT_STOP = "until [[ -e {0}/cancelled ]]; do /bin/sleep 0.05; done; {1}; exit 75"
-SAVES_AT_TERM = "trap '{1}; exit 143' TERM; while :; do /bin/sleep 0.05; done"
+FAILS_TWICE = "(($(grep -c scancel $here/calls) == 3)) || exit 1; touch $here/cancelled"
+SAVE = "echo 300 > $here/step"
+SAVES_AT_STOP = f"until [[ -e $here/cancelled ]]; do /bin/sleep 0.05; done; {SAVE}; exit 75"
+SAVES_AT_TERM = f"trap '{SAVE}; exit 143' TERM; while :; do /bin/sleep 0.05; done"
 
 
 @pytest.mark.parametrize(
@@ -227,10 +225,8 @@ SAVES_AT_TERM = "trap '{1}; exit 143' TERM; while :; do /bin/sleep 0.05; done"
 def test_the_time_limit_saves_and_queues_the_job_again_though_scancel_fails(
     job: Job, train: str, cancel: str, status: int, attempts: int
 ) -> None:
-    save = f"echo 300 > {job.folder}/step"
-    noted = f'echo "scancel $*" >> {job.folder}/calls\n'
-    stub(job.folder, "scancel", noted + cancel.format(job.folder))
-    job.ranks(train.format(job.folder, save))
+    stub(job.folder, "scancel", f'echo "scancel $*" >> $here/calls\n{cancel}')
+    job.ranks(train)
     process = job.start()
     while not (job.folder / "trained").exists():
         assert process.poll() is None
@@ -242,7 +238,7 @@ def test_the_time_limit_saves_and_queues_the_job_again_though_scancel_fails(
 
 def test_a_failing_requeue_is_tried_again(job: Job) -> None:
     stub(job.folder, "scontrol", (job.folder / "scontrol").read_text() + "exit 1")
-    job.ranks(f"echo 300 > {job.folder}/step; exit 1")
+    job.ranks(f"{SAVE}; exit 1")
     assert job.run() == (1, ["probe", "train", *[REQUEUE] * 5])
 
 
@@ -259,7 +255,7 @@ def test_a_failing_requeue_is_tried_again(job: Job) -> None:
 def test_only_a_failure_after_progress_is_queued_again(
     job: Job, saved: int, status: int, requeues: str, is_queued: bool
 ) -> None:
-    job.ranks(f"echo {saved} > {job.folder}/step; exit {status}")
+    job.ranks(f"echo {saved} > $here/step; exit {status}")
     calls = ["probe", "train", *[REQUEUE] * is_queued]
     assert job.run(AMO_REQUEUES=requeues) == (status, calls)
 
@@ -270,10 +266,10 @@ def test_a_real_run_is_probed_stopped_queued_again_and_finished(tmp_path: Path) 
     folder, run = tmp_path / "bin", tmp_path / "run"
     folder.mkdir()
     hosts = '[[ "$2" != hostnames ]] || exec echo localhost'
-    stub(folder, "scontrol", f'{hosts}\necho "$*" >> {folder}/calls')
-    stub(folder, "scancel", f"kill -TERM $(cat {folder}/pid)")
+    stub(folder, "scontrol", f'{hosts}\necho "$*" >> $here/calls')
+    stub(folder, "scancel", "kill -TERM $(cat $here/pid)")
     words = 'while [[ "$1" == -* ]]; do shift; done'
-    stub(folder, "srun", f'{words}\necho $$ > {folder}/pid\nSLURMD_NODENAME=localhost exec "$@"')
+    stub(folder, "srun", f'{words}\necho $$ > $here/pid\nSLURMD_NODENAME=localhost exec "$@"')
     environment = variables(folder, GPUS="2", **{**JOB, "SLURM_JOB_NODELIST": "localhost"})
     options = [f"--dump_folder={run}", "--checkpoint.enable", "--metrics.log_freq=1"]
     script = ["bash", str(LAUNCH / "train.slurm"), "configs/debug_llama3.toml", *options]
@@ -302,7 +298,7 @@ def test_a_real_run_is_probed_stopped_queued_again_and_finished(tmp_path: Path) 
 
 
 def test_the_doctor_finds_what_training_ranks_find(tmp_path: Path) -> None:
-    body = f'[[ "$2" == torch.distributed.run ]] && exec env > {tmp_path}/environment'
+    body = '[[ "$2" == torch.distributed.run ]] && exec env > $here/environment'
     stub(tmp_path, "python", f'{body}; exec {sys.executable} "$@"')
     outside = variables(tmp_path, GPUS="2")
     outside.pop("OMP_NUM_THREADS", None)

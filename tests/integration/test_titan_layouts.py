@@ -104,10 +104,8 @@ def test_fused_projections_train_as_three_and_resume(
     titan: Server, fsdp: Run, tmp_path: Path
 ) -> None:
     """The model is saved as three matrices, and the optimizer's state as one tensor."""
-    saved = ("--checkpoint.enable", "--checkpoint.interval=5")
-    job = Job(
-        2, str(tmp_path), ("--model.fuse_qkv", *saved, "--checkpoint.no-last_save_model_only")
-    )
+    save = ("--checkpoint.enable", "--checkpoint.interval=5")
+    job = Job(2, str(tmp_path), ("--model.fuse_qkv", *save, "--checkpoint.no-last_save_model_only"))
     run = titan.run(job)
     assert_trained(run, PHASES)
     assert_same_losses(run, fsdp)
@@ -134,17 +132,15 @@ def test_pipeline(titan: Server, fsdp: Run, tmp_path: Path) -> None:
 @needs_pipelines
 def test_a_stage_without_matrices_resumes(titan: Server, tmp_path: Path) -> None:
     """It has one parameter group where the other stage has two, and they share one saved rate."""
-    config = tmp_path / "config.toml"
+    file = tmp_path / "config.toml"
     stages = '[["tok_embeddings"], ["layers.0", "layers.1", "norm", "lm_head"]]'
-    config.write_text(
-        f"extends = '{CONFIG}'\n[parallelism]\nmodule_fqns_per_model_part = {stages}\n"
-    )
+    file.write_text(f"extends = '{CONFIG}'\n[parallelism]\nmodule_fqns_per_model_part = {stages}\n")
     options = (
         *degrees(pipeline_parallel=2),
         "--training.local_batch_size=2",
         *("--checkpoint.enable", "--checkpoint.interval=5", "--checkpoint.no-last_save_model_only"),
     )
-    job = Job(2, str(tmp_path / "run"), options, str(config))
+    job = Job(2, str(tmp_path / "run"), options, str(file))
     run = titan.run(job)
     assert_trained(run, PHASES)
     traces = run.traces()

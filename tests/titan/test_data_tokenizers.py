@@ -43,10 +43,8 @@ def test_text_survives_and_no_special_token_comes_out_of_it(kind: str, text: str
     assert one.decode(tokens[:-1]) == text
     # torchtitan's own loaders ask for a begin token, and documents here have none.
     assert one.encode(text, add_bos=True) == tokens[:-1]
-    assert [list(document) for document in one.encode_documents([text, ""])] == [
-        tokens,
-        [one.eos_id],
-    ]
+    documents = [list(document) for document in one.encode_documents([text, ""])]
+    assert documents == [tokens, [one.eos_id]]
 
 
 def texts() -> list[str]:

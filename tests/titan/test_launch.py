@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
-from tests.examples import ROOT
+from tests.examples import ROOT, run
 from torchtitan_ext import cli, environment
 from torchtitan_ext.plugin import machine, patches, trainer
 from torchtitan_ext.tools import train as command
@@ -31,10 +31,9 @@ CONFIG = str(ROOT / "configs" / "debug_llama3.toml")
 @pytest.fixture(autouse=True)
 def own_environment() -> Iterator[None]:
     """Remove what is set for ranks afterwards."""
-    with mock.patch.dict(os.environ):
-        for name in list(os.environ):
-            if name.startswith(("OMP_", "PYTORCH_", "NCCL_", "TORCH", "AMO_DEVICE", "RANK")):
-                del os.environ[name]
+    set_for_ranks = ("OMP_", "PYTORCH_", "NCCL_", "TORCH", "AMO_DEVICE", "RANK")
+    kept = {name: text for name, text in os.environ.items() if not name.startswith(set_for_ranks)}
+    with mock.patch.dict(os.environ, kept, clear=True):
         yield
 
 
@@ -200,9 +199,7 @@ from torchtitan_ext.signals import end_with_parent
 end_with_parent(int(sys.argv[1]))
 time.sleep(600)
 """
-    start = [sys.executable, "-c", program]
-    variables = {**os.environ, "PYTHONPATH": str(ROOT)}
-    orphan = subprocess.run([*start, "1"], env=variables, timeout=60, check=False)
+    orphan = run([sys.executable, "-c", program, "1"], ROOT)
     assert orphan.returncode == -signal.SIGTERM
 
 

@@ -74,9 +74,7 @@ def log(processor: Any, step: int, seconds: float = 1.0, waits: float = 0.0) -> 
 def test_tokens_follow_from_the_step_wherever_a_run_resumes(processor: Any) -> None:
     written: list[dict[str, Any]] = []
     processor.logger.close()
-    processor.logger = SimpleNamespace(
-        log=lambda values, _: written.append(values), close=lambda: None
-    )
+    processor.logger = SimpleNamespace(log=lambda row, _: written.append(row), close=lambda: None)
     assert not processor.should_log(11)
     assert processor.should_log(12)
     record = log(processor, 12, 10.0)
@@ -145,10 +143,8 @@ def test_waits_for_data_are_told_from_one_per_cent_of_a_step_on(
 def test_an_observation_is_recorded_once(processor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for step, seconds in enumerate((0.0, 0.5, 0.5, 0.25), start=11):
-        latest = {
-            **run_log.optimizer_fields(None),
-            "optimizer": {"optimizer/observe_seconds": seconds},
-        }
+        timing = {"optimizer/observe_seconds": seconds}
+        latest = {**run_log.optimizer_fields(None), "optimizer": timing}
         monkeypatch.setattr(run_log, "optimizer_fields", lambda _, latest=latest: latest)
         processor.should_log(step)
         found.append(log(processor, step)["observe_seconds"])

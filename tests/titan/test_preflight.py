@@ -91,9 +91,7 @@ def test_memory_is_that_of_state_and_of_logits_or_buffers() -> None:
     memory = predicted[MEMORY]
     assert memory["optimizer_state_bytes"] == pytest.approx((4 * muon + 8 * adamw) / 32, rel=1e-6)
     assert memory["parameters_bytes"] == pytest.approx(4 * (muon + adamw) / 32, rel=1e-6)
-    lasting = sum(
-        memory[f"{name}_bytes"] for name in ("parameters", "gradients", "optimizer_state")
-    )
+    lasting = sum(memory[f"{key}_bytes"] for key in ("parameters", "gradients", "optimizer_state"))
     step = memory["exchange_bytes"] + memory["newton_schulz_bytes"]
     assert memory["at_most_bytes"] == lasting + max(memory["logits_bytes"], step)
     # Replicas multiply the buffers of the exchange.

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from amo_dist.operators.views import MatrixView, in_heads
-from torchtitan_ext.plugin import models
+from tests.titan.test_models import build
 from torchtitan_ext.plugin.optimizers import MuonSection, OptimizersContainer, groups_of
 
 ATTENTION = dict.fromkeys(("attn_q", "attn_k", "attn_v", "attn_o"), 1)
@@ -27,13 +27,6 @@ MLA = dict.fromkeys(("attn_q", "mla_kv_a", "mla_kv_b", "attn_o"), 1)
 
 def times(number: int, types: dict[str, int]) -> Counter[str]:
     return Counter({name: number * count for name, count in types.items()})
-
-
-def build(name: str, flavor: str) -> nn.Module:
-    spec = models.spec(models.Model(name=name, flavor=flavor, attention="varlen"))
-    with torch.device("meta"):
-        model: nn.Module = spec.model.build()
-    return model
 
 
 def check(model: nn.Module, types: Counter[str], by_adamw: set[str]) -> None:
@@ -110,7 +103,9 @@ def gates(layers: range, name: str = "moe.router.gate.weight") -> set[str]:
     ],
 )
 def test_models(name: str, flavor: str, types: Counter[str], by_adamw: set[str]) -> None:
-    check(build(name, flavor), types, by_adamw)
+    with torch.device("meta"):
+        model = build(name, flavor, attention="varlen")
+    check(model, types, by_adamw)
 
 
 class _AnyModule(MagicMock, ModuleType):
@@ -130,7 +125,8 @@ def test_qwen3_5(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setitem(sys.modules, name, _AnyModule())
     before = set(sys.modules)
     try:
-        model = build("qwen3_5", "debugmodel_moe")
+        with torch.device("meta"):
+            model = build("qwen3_5", "debugmodel_moe", attention="varlen")
     finally:
         for name in set(sys.modules) - before:
             if name.startswith("torchtitan.models.qwen3_5"):

@@ -34,11 +34,10 @@ class Steps:
         self.calls: list[str] = []
         self.step, self.stop_signal = 0, signal
         self.config = SimpleNamespace(training=SimpleNamespace(steps=num_steps))
-        callbacks = SimpleNamespace(run=lambda name, step: self.calls.append(f"{name} {step}"))
+        add = self.calls.append
+        callbacks = SimpleNamespace(run=lambda name, step: add(f"{name} {step}"))
         self.metrics_processor = SimpleNamespace(callbacks=callbacks)
-        self.checkpointer = SimpleNamespace(
-            save_and_wait=lambda step: self.calls.append(f"save {step}")
-        )
+        self.checkpointer = SimpleNamespace(save_and_wait=lambda step: add(f"save {step}"))
 
     def run(self) -> list[bool]:
         """Whether a signal would have found something to save, before and after each step."""
