@@ -44,11 +44,6 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def is_module(name: str) -> bool:
-    path = ROOT.joinpath(*name.split("."))
-    return path.is_dir() or path.with_suffix(".py").is_file()
-
-
 def imports(path: Path) -> Iterator[str]:
     """Every module that a file imports, wherever the import stands."""
     for node in ast.walk(ast.parse(path.read_text())):
@@ -58,7 +53,9 @@ def imports(path: Path) -> Iterator[str]:
             assert node.level == 0, f"{path}:{node.lineno}: a relative import"
             for alias in node.names:
                 name = f"{node.module}.{alias.name}"
-                yield name if is_module(name) else str(node.module)
+                file = ROOT.joinpath(*name.split("."))
+                is_module = file.is_dir() or file.with_suffix(".py").is_file()
+                yield name if is_module else str(node.module)
 
 
 def room(module: str) -> str:
