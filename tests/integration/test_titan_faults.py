@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import signal
 from pathlib import Path
 
@@ -79,6 +80,24 @@ def test_a_full_disk_costs_the_steps_since(titan: Server, reference: Run, tmp_pa
     assert run.complete() == [2, 4]
     run = titan.run(job)  # somebody has made room
     assert_same_end(run, reference, NUM_STEPS)
+
+
+@pytest.mark.slow
+def test_a_stalled_rank_ends_the_others(titan: Server, reference: Run, tmp_path: Path) -> None:
+    """In a resumed run, where the timeout of the start would otherwise be left in force."""
+    shutil.copytree(reference.folder, tmp_path, dirs_exist_ok=True)
+    for step in (6, 8, 10):
+        shutil.rmtree(tmp_path / "checkpoint" / f"step-{step}")
+    timeouts = ("--comm.train_timeout_seconds=5", "--comm.init_timeout_seconds=600")
+    job = Job(2, str(tmp_path), (*OPTIONS, *timeouts), die_at=(1, 7, "SIGSTOP"))
+    first, stalled = titan.start(job)
+    # Far beyond the 5 seconds, for busy machines, and far below the 600.
+    (status,) = titan.wait([first], timeout=120)
+    assert titan.wait([stalled], timeout=0) == [None]
+    assert status not in (None, 0)
+    output = Run(tmp_path, 2).output()
+    assert "training resumes at step 5" in output
+    assert "Timed out waiting 5000ms" in output
 
 
 @pytest.mark.slow
