@@ -28,11 +28,12 @@ def overlay(config: Any, values: Mapping[str, Any], section: str = "") -> Any:
             The message starts with the field's dotted name.
     """
     kinds = typing.get_type_hints(type(config), include_extras=True)
-    names = [field.name for field in dataclasses.fields(config) if field.init]
+    fields = [field.name for field in dataclasses.fields(config) if field.init]
+    names = [name for name in fields if name != _MODEL_SPEC]
     changes = {}
     for name, value in values.items():
         field = section + name
-        if name not in names or name == _MODEL_SPEC:
+        if name not in names:
             fail_unknown(field, names)
         default = getattr(config, name)
         if not dataclasses.is_dataclass(default):
