@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TypeAlias
 
 from amo_dist.distributed.layout import Matrix, Region
@@ -75,15 +76,12 @@ def assign(
     candidates = [known[id(matrix.regions_by_rank)] for matrix in matrices]
     owners: dict[int, int] = {}
     for own in by_ranks.values():
-        choice = _round_robin(own, candidates)
+        choices = [_round_robin(own, candidates)]
         if ownership == "balanced":
             # Matrices with one candidate come first: the others fill up around them.
             order = sorted(own, key=lambda i: (len(candidates[i]) > 1, -costs[i], matrices[i].name))
-            balanced = _least_loaded(order, candidates, costs)
-            choice = min(
-                choice, balanced, key=lambda owners: max(load_by_rank(owners, costs).values())
-            )
-        owners |= choice
+            choices.append(_least_loaded(order, candidates, costs))
+        owners |= min(choices, key=partial(greatest_load, costs=costs))
     jobs = []
     for index in sorted(owners):
         matrix, owner = matrices[index], owners[index]
@@ -92,12 +90,12 @@ def assign(
     return jobs
 
 
-def load_by_rank(owners: Mapping[int, int], costs: Sequence[float]) -> dict[int, float]:
-    """Summed cost of the matrices of each rank that owns any, of owners by matrix."""
+def greatest_load(owners: Mapping[int, int], costs: Sequence[float]) -> float:
+    """Summed cost of the matrices of the busiest rank, of owners by matrix."""
     loads: dict[int, float] = defaultdict(float)
     for index, owner in owners.items():
         loads[owner] += costs[index]
-    return dict(loads)
+    return max(loads.values())
 
 
 def _candidates(matrix: Matrix) -> tuple[int, ...]:

@@ -8,15 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from amo_dist.distributed.plan import Job, assign, load_by_rank
+from amo_dist.distributed.plan import Job, assign, greatest_load
 from tests.layouts import Model, build, models
 
 few = settings(max_examples=40, deadline=None)
 OWNERSHIP = st.sampled_from(["round_robin", "balanced"])
 
 
-def greatest(jobs: tuple[Job, ...], costs: list[float]) -> float:
-    return max(load_by_rank({job.matrix: job.owner for job in jobs}, costs).values())
+def greatest(jobs: list[Job], costs: list[float]) -> float:
+    return greatest_load({job.matrix: job.owner for job in jobs}, costs)
 
 
 def draw_costs(data: st.DataObject, count: int) -> list[float]:
