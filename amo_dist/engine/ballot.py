@@ -135,7 +135,7 @@ class Votes(NamedTuple):
         update: 1 + rank whose last update was NaN or inf; 0 for none.
         waits_differ: Not 0 if only some ranks wait.
         texts_differ: Not 0 if ranks have unlike texts.
-        gradients_differ: 1 if ranks of a parameter have unlike sets of gradients.
+        gradients_differ: Whether ranks of a parameter have unlike sets of gradients.
     """
 
     exists: int
@@ -143,7 +143,13 @@ class Votes(NamedTuple):
     update: int
     waits_differ: int
     texts_differ: int
-    gradients_differ: int
+    gradients_differ: bool
+
+    @classmethod
+    def of(cls, values: Sequence[int]) -> Votes:
+        """The meaning of what `Ballots` has reduced: the last values are those of sets of ranks."""
+        exists, gradient, update, waits, texts, *sets = values
+        return cls(exists, gradient, update, waits, texts, any(sets))
 
 
 class Ballots:
@@ -217,7 +223,7 @@ class Ballots:
         self._updates = Flags()
         reason, skip_mask = "", None
         if waits:
-            votes = Votes(*reduced.tolist())
+            votes = Votes.of(reduced.tolist())
             reason = self._judge(ballot, votes)
             if step == 1 and not votes.exists:  # the first step waits, as its buffers are new
                 return Verdict("", [], is_idle=True)
@@ -225,7 +231,7 @@ class Ballots:
             self._unread, skip_mask = (ballot, fetch(reduced)), reduced[1:].any()
         # Moving a gradient is a collective, which hangs if a rank has none: this waits for the
         # backward pass until all ranks are known to have one.
-        if misplaced and not reason and not Votes(*reduced.tolist()).gradients_differ:
+        if misplaced and not reason and not Votes.of(reduced.tolist()).gradients_differ:
             for index in misplaced:
                 tensor, grad = self._params[index].tensor, self._params[index].tensor.grad
                 assert isinstance(tensor, DTensor)
@@ -251,7 +257,7 @@ class Ballots:
         updates = self._updates if with_updates else Flags()
         has_grad = [False] * len(self._params)
         ballot = Ballot(0, True, self._failure or text, has_grad, Flags(), updates)
-        self._judge(ballot, Votes(*self._reduce(ballot).tolist()))
+        self._judge(ballot, Votes.of(self._reduce(ballot).tolist()))
 
     def report_failure(self, part: str, error: Exception) -> None:
         """Keep a failure of this rank alone: others wait for it, so all raise at the next ballot.
@@ -298,7 +304,7 @@ class Ballots:
         if self._unread is None:
             return ""
         (ballot, read), self._unread = self._unread, None
-        return self._judge(ballot, Votes(*read()))
+        return self._judge(ballot, Votes.of(read()))
 
     def last_outcome(self) -> Literal["taken", "skipped", "undone"]:
         """Outcome of the last step, for saving: waits for it, and logs a bad one.
@@ -315,7 +321,7 @@ class Ballots:
         if self._unread is None:
             return "taken"
         ballot, read = self._unread
-        _, gradient, *others = Votes(*read())
+        _, gradient, *others = Votes.of(read())
         if not gradient and not any(others):
             return "taken"
         logger.warning("step %d changed nothing; the next step says why", ballot.step)
@@ -324,7 +330,7 @@ class Ballots:
     # ---------------------------------------------------------------- vector and words
 
     def _reduce(self, ballot: Ballot) -> Tensor:
-        """The values of `Votes`, on the device; a collective over the world."""
+        """The values of `Votes.of` of all ranks, on the device; a collective over the world."""
         world, exists = self._world, 0
         self._failure = ""  # the text of the ballot has it
         for param, has_grad in zip(self._params, ballot.has_grad, strict=True):
@@ -342,8 +348,7 @@ class Ballots:
                 vector[position].masked_fill_(is_any, world.rank + 1)
         sizes = [3, len(marks), len(marks)]
         flags, greatest, negative = max_over(vector, world.group).split(sizes)
-        differ = greatest + negative
-        return torch.cat([flags, differ[:2], differ[2:].any().view(1)])
+        return torch.cat([flags, greatest + negative])
 
     def _judge(self, ballot: Ballot, votes: Votes) -> str:
         """Reason to leave a step out, or nothing; raises if that is an error."""
