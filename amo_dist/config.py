@@ -165,7 +165,7 @@ class MuonConfig:
         _require_real("momentum", self.momentum, "a number in [0, 1)", 0.0, math.nextafter(1, 0))
         if not isinstance(self.nesterov, bool):
             _require_real("nesterov", self.nesterov, NESTEROV, 0.0, 10.0)
-        for field in ("ns_dtype", "wire_dtype"):
+        for field in ("ns_dtype", "wire_dtype"):  # PyTorch's own dtypes stand for their names
             if (value := getattr(self, field)) is not None:
                 object.__setattr__(self, field, str(value).removeprefix("torch."))
         for field, choices in _CHOICES.items():

@@ -151,6 +151,11 @@ class Votes(NamedTuple):
         exists, gradient, update, waits, texts, *sets = values
         return cls(exists, gradient, update, waits, texts, any(sets))
 
+    @property
+    def is_good(self) -> bool:
+        """Whether the step may change parameters and state."""
+        return not any(self[1:])
+
 
 class Ballots:
     """Compares the ranks of a world before each step.
@@ -166,12 +171,11 @@ class Ballots:
         self._param_device, self._device = parameters.device, parameters.device
         if self._device.type == "cpu":
             self._device = control_device(world.group)
-        self._indices_by_set: list[list[int] | None] = [
-            [i for i, own in enumerate(world.gradient_ranks) if own == ranks]
-            if world.rank in ranks
-            else None
-            for ranks in world.rank_sets
-        ]
+        # Indices of the parameters of each set of ranks, None for a set without this rank.
+        self._indices_by_set: list[list[int] | None] = []
+        for ranks in world.rank_sets:
+            own = [i for i, others in enumerate(world.gradient_ranks) if others == ranks]
+            self._indices_by_set.append(own if world.rank in ranks else None)
         self._bounds = [largest_gradient(param) for param in parameters.params]
         self._failure, self._num_idle = "", 0
         self._updates = Flags()
@@ -225,10 +229,11 @@ class Ballots:
         if waits:
             votes = Votes.of(reduced.tolist())
             reason = self._judge(ballot, votes)
-            if step == 1 and not votes.exists:  # the first step waits, as its buffers are new
+            if step == 1 and not votes.exists:  # the first step waits on any device
                 return Verdict("", [], is_idle=True)
         else:
-            self._unread, skip_mask = (ballot, fetch(reduced)), reduced[1:].any()
+            self._unread = ballot, fetch(reduced)
+            skip_mask = reduced[1:].any()  # see `Votes.is_good`
         # Moving a gradient is a collective, which hangs if a rank has none: this waits for the
         # backward pass until all ranks are known to have one.
         if misplaced and not reason and not Votes.of(reduced.tolist()).gradients_differ:
@@ -321,11 +326,12 @@ class Ballots:
         if self._unread is None:
             return "taken"
         ballot, read = self._unread
-        _, gradient, *others = Votes.of(read())
-        if not gradient and not any(others):
+        votes = Votes.of(read())
+        if votes.is_good:
             return "taken"
         logger.warning("step %d changed nothing; the next step says why", ballot.step)
-        return "skipped" if self._skips and not any(others) else "undone"
+        is_skip = self._skips and votes._replace(gradient=0).is_good
+        return "skipped" if is_skip else "undone"
 
     # ---------------------------------------------------------------- vector and words
 
@@ -359,7 +365,7 @@ class Ballots:
             )
         if votes.texts_differ:
             check_alike("the coming step", ballot.text, self._world.group)
-        words = self._gather_words(ballot) if any(votes[1:]) else {}
+        words = {} if votes.is_good else self._gather_words(ballot)
         if votes.gradients_differ:
             self._raise_for_missing(ballot.step, words)
         if ballot.step:
@@ -426,9 +432,9 @@ class Ballots:
         step, registry = ballot.step, self._world.registry
         self._num_idle = 0 if exists == 2 else self._num_idle + 1
         if not self._num_idle:
-            pairs = zip(self._params, ballot.has_grad if step == 1 else (), strict=False)
+            pairs = zip(self._params, ballot.has_grad, strict=True)
             unused = [param.name for param, has_grad in pairs if param.views and not has_grad]
-            if unused:
+            if unused and step == 1:
                 logger.warning(
                     "%s: found no gradient in step 1, as of a parameter that the model does not "
                     "use, or no longer holds; it stays as it is until it has one",

@@ -61,8 +61,9 @@ def observe(engine: Engine, step: Step) -> dict[str, Measurement]:
     Returns:
         Measurements by name, the same on all ranks, of the matrices that have a spectrum.
     """
-    orders, rows = step.orders, dict[str, list[float]]()
-    table, is_exact = coefficient_table(orders.candidates), engine.config.update_norm == "exact"
+    orders, is_exact = step.orders, engine.config.update_norm == "exact"
+    table = coefficient_table(orders.candidates)
+    rows: dict[str, list[float]] = {}
     for name, momentum in engine.gather_sample(step):
         start = time.perf_counter()
         try:
@@ -71,12 +72,12 @@ def observe(engine: Engine, step: Step) -> dict[str, Measurement]:
         except Exception as error:
             engine.ballots.report_failure(f"step {orders.step}: measuring {name}", error)
             continue
-        step.seconds += time.perf_counter() - start
+        step.observe_seconds += time.perf_counter() - start
         if not math.isnan(row[0]):
             rows[name] = row
     # Nothing that is measured is negative, so the maximum over ranks is what a rank has measured.
     # Replicas that do not know of each other measure the same.
-    nothing = [0.0] * (2 + len(table))
+    nothing = [0.0] * (2 + len(table))  # ell, whether it is clamped, and errors
     agreed = agreed_maximum([rows.get(name, nothing) for name in orders.sample], engine)
     return {
         name: Measurement(ell, is_clamped == 1, errors)

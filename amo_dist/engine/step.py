@@ -122,7 +122,7 @@ class Step:
         outcomes: Names of orthogonalized matrices, and flags of those whose result was NaN or inf.
         norms: Least norm that the exact norm scales in full, and the norms of the results.
         residual: Residual of the matrix to check, 0-dim; None on the ranks that do not own it.
-        seconds: Seconds that this rank took to measure.
+        observe_seconds: Seconds that this rank took to measure the sample.
     """
 
     orders: Orders
@@ -133,7 +133,7 @@ class Step:
     outcomes: list[tuple[tuple[str, ...], Tensor]] = dataclasses.field(default_factory=list)
     norms: list[tuple[float, Tensor]] = dataclasses.field(default_factory=list)
     residual: Tensor | None = None
-    seconds: float = 0.0
+    observe_seconds: float = 0.0
 
 
 class Update(NamedTuple):
@@ -293,25 +293,32 @@ class Engine:
         is_new = orders.owners_are_final is not self._owners_are_final
         if is_new:  # frees the old buffers; and all ranks make new ones even if the vote raises
             self._exchanges, self._owners_are_final = [], None
-        # A step that was skipped must not be recorded, and one that lacks buffers cannot run.
+        # A step that was skipped must not be recorded, one that lacks buffers cannot run, and one
+        # before the first gradient does not count.
         measures = bool(orders.sample) or orders.checked is not None
-        waits, lines = not self._is_on_device or is_new or measures, list[str]()
+        waits = not self._is_on_device or is_new or measures or orders.step == 1
+        text = ""
         if fault is None:
             if is_new or orders.sample:
                 self._make_buffers(orders, is_new)
-            lines = [
-                f"step {orders.step}",
-                f"settings, schedules and state {orders.digest}",
-                f"measured {list(orders.sample)}, {orders.checked}",
-                f"{'a new' if is_new else 'the last'} exchange plan",
-                f"{'waits' if waits else 'does not wait'} for the verdict",
-            ]
-            # Stages of a pipeline have groups of their own.
-            for index, group in enumerate(self.groups if self.world.shares_all else []):
-                lines.append(f"group {index}: {describe_group(group, self.rule.defaults)}")
-        verdict = self.ballots.vote(orders.step, "\n".join(lines), fault, waits=waits)
+            text = "\n".join(self._lines(orders, is_new=is_new, waits=waits))
+        verdict = self.ballots.vote(orders.step, text, fault, waits=waits)
         self._owners_are_final = orders.owners_are_final
         return verdict
+
+    def _lines(self, orders: Orders, *, is_new: bool, waits: bool) -> list[str]:
+        """Lines that must be alike on all ranks before a step."""
+        lines = [
+            f"step {orders.step}",
+            f"settings, schedules and state {orders.digest}",
+            f"measured {list(orders.sample)}, {orders.checked}",
+            f"{'a new' if is_new else 'the last'} exchange plan",
+            f"{'waits' if waits else 'does not wait'} for the verdict",
+        ]
+        if self.world.shares_all:  # stages of a pipeline have groups of their own
+            for index, group in enumerate(self.groups):
+                lines.append(f"group {index}: {describe_group(group, self.rule.defaults)}")
+        return lines
 
     def _make_buffers(self, orders: Orders, is_new: bool) -> None:
         """Make the exchanges that the step lacks; if that fails here, the vote says so to all."""
@@ -349,11 +356,10 @@ class Engine:
         try:
             self._update_momentum(step)
             # There is one exchange at least: sets of ranks that share AdamW's parameters have one.
-            for exchange in self._exchanges:
-                is_first = exchange is self._exchanges[0]
+            for number, exchange in enumerate(self._exchanges):
                 self.sent_bytes += exchange.sent_bytes
                 with exchange.held():
-                    self._pipeline(step, exchange.buckets, is_first=is_first)
+                    self._pipeline(step, exchange.buckets, is_first=number == 0)
             if self.rule.has_post and self.parameters.matrices:
                 self._post(step)
         except BaseException:
@@ -418,31 +424,35 @@ class Engine:
     def _pipeline(self, step: Step, buckets: Sequence[Bucket], *, is_first: bool) -> None:
         """Run the buckets of one set of ranks to their end, with double buffering.
 
-        A bucket that travels takes three turns of the loop: in the first its gather starts, in the
-        second its matrices are orthogonalized and its scatter starts, in the third its results are
-        applied. Bucket k + 2 takes the send buffers of bucket k, which are free by then::
+        AdamW, in the first set, and the buckets that do not travel run under the first gathers. A
+        column is one turn of the loop::
 
-            turn       -2       -1       0         1         2         3
-            bucket 0   gather            compute   apply
-            bucket 1            gather             compute   apply
-            bucket 2                     gather              compute   apply
-            bucket 3                               gather              compute ...
+            bucket 0   gather | compute         | apply
+            bucket 1   gather |                 | compute         | apply
+            bucket 2          |         gather  |                 | compute         | apply
+            bucket 3          |                 |         gather  |                 | ...
 
-        Buckets that do not travel, and AdamW in the first set, run under the first gathers. All
-        buckets end before those of the next set begin: three sets that overlap in pairs could
+        All of them end before those of the next set begin: three sets that overlap in pairs could
         otherwise wait for one another in a circle.
         """
         local = [self._bucket(step, bucket) for bucket in buckets if not bucket.moves]
         moving = [self._bucket(step, bucket) for bucket in buckets if bucket.moves]
-        for turn in range(-BUCKETS_IN_FLIGHT, len(moving) + 1):
-            if turn == 0:
-                if is_first:
-                    self._adamw(step)
-                for run in local:
-                    next(run, None)
-            for number in (turn, turn + BUCKETS_IN_FLIGHT, turn - 1):
-                if 0 <= number < len(moving):
-                    next(moving[number], None)
+
+        def advance(number: int) -> None:
+            """Run a bucket up to its next pause, or to its end; nothing without such a bucket."""
+            if 0 <= number < len(moving):
+                next(moving[number], None)
+
+        for number in range(BUCKETS_IN_FLIGHT):
+            advance(number)  # its gather starts
+        if is_first:
+            self._adamw(step)
+        for run in local:
+            next(run, None)  # it never pauses
+        for number in range(len(moving) + 1):
+            advance(number)  # gathered and orthogonalized; its scatter starts
+            advance(number + BUCKETS_IN_FLIGHT)  # its gather starts, from buffers that are free now
+            advance(number - 1)  # its results have arrived, and are applied
 
     def _bucket(self, step: Step, bucket: Bucket) -> Iterator[None]:
         """One bucket, from momentum to updated parameters; pauses twice if it travels."""
@@ -459,7 +469,8 @@ class Engine:
 
         A parameter without a gradient sends zeros: the sizes of messages were agreed before.
         """
-        if not (targets := [place.tensor for place in places]):
+        targets = [place.tensor for place in places]
+        if not targets:
             return
         with self._deferring(step, "reading momentum", targets, math.nan):
             staging = on_host(targets) if self._is_staged else targets
@@ -472,8 +483,8 @@ class Engine:
                     by_group[piece.local.param.group].append((piece, piece.local.grad, target))
             for group, rows in by_group.items():
                 _, coefficient = step.momenta[group]
-                momenta = [piece.momentum for piece, *_ in rows]
-                out = [target for *_, target in rows]
+                momenta = [piece.momentum for piece, _, _ in rows]
+                out = [target for _, _, target in rows]
                 if self.rule.has_pre:  # before anything is rounded to travel
                     out = [torch.empty_like(x, dtype=wide_dtype(x.dtype)) for x in momenta]
                 if coefficient is not None:
@@ -584,9 +595,9 @@ class Engine:
 
     @contextlib.contextmanager
     def _deferring(
-        self, step: Step, part: str, sent: Sequence[Tensor] = (), fill: float = 0.0
+        self, step: Step, part: str, places: Sequence[Tensor] = (), fill: float = 0.0
     ) -> Iterator[None]:
-        """Go on if the body fails on this rank alone; ``fill`` is sent then.
+        """Go on if the body fails on this rank alone; ``fill`` takes the places of its results.
 
         The body must not communicate: a rank that skips a collective leaves the others waiting.
         The exception is `_post`, whose `MatrixSums.finish` makes up for skipped ones.
@@ -597,8 +608,8 @@ class Engine:
             if isinstance(error, torch.AcceleratorError):
                 raise  # the device is lost: each later call would fail and be logged in turn
             self.ballots.report_failure(f"step {step.orders.step}: {part}", error)
-            for tensor in sent:
-                tensor.fill_(fill)
+            for place in places:
+                place.fill_(fill)
 
     # ---------------------------------------------------------------- plans and buffers
 

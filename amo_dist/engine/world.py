@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
@@ -21,6 +22,9 @@ from amo_dist.distributed.ranks import (
 )
 from amo_dist.engine.parameters import Parameters
 from amo_dist.schedule.types import MatrixInfo
+
+# A parameter as ranks exchange it: its ranks, and the fields of its matrices.
+Listed: TypeAlias = tuple[Sequence[int], Sequence[Sequence[Any]]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -88,17 +92,17 @@ def agree_on_world(
     by_rank = gather_json(values, group)
     compare("parameters", {rank: gathered["texts"] for rank, gathered in by_rank.items()})
     # Equal values are one object: a thousand ranks have few different ones.
-    kinds = [*{id(gathered): gathered for gathered in by_rank.values()}.values()]
-    sizes = {len(ranks) for kind in kinds for ranks, _ in kind["texts"]}
+    distinct = [*{id(gathered): gathered for gathered in by_rank.values()}.values()]
+    num_holders = {len(ranks) for gathered in distinct for ranks, _ in gathered["texts"]}
     return World(
         group=group,
         rank=this_rank(),
-        registry=registry_of(kind["matrices"] for kind in kinds),
+        registry=registry_of(gathered["matrices"] for gathered in distinct),
         ranks=members(group),
         gradient_ranks=tuple(gradient_ranks),
-        rank_sets=tuple(sorted({tuple(ranks) for kind in kinds for ranks in kind["sets"]})),
+        rank_sets=tuple(sorted({tuple(r) for gathered in distinct for r in gathered["sets"]})),
         groups_by_ranks=membership.groups({tuple(sorted(ranks)) for ranks in lines}, group),
-        shares_all=len(by_rank) > 1 and sizes == {len(by_rank)},
+        shares_all=len(by_rank) > 1 and num_holders == {len(by_rank)},
     )
 
 
@@ -118,19 +122,17 @@ def _ranks_with_gradients(parameters: Parameters, index: int) -> Ranks:
     return holders.pop() if len(holders) == 1 else (rank,)
 
 
-def registry_of(
-    by_rank: Iterable[Sequence[tuple[Sequence[int], Sequence[Sequence[Any]]]]],
-) -> tuple[MatrixInfo, ...]:
+def registry_of(by_rank: Iterable[Sequence[Listed]]) -> tuple[MatrixInfo, ...]:
     """Every matrix of the world, sorted by name; plain tensors on several ranks may share one.
 
     Args:
-        by_rank: Ranks and fields of the matrices of each parameter, for each rank.
+        by_rank: All parameters of each rank.
 
     Raises:
         RankMismatchError: One name stands for two matrices.
     """
     registry: dict[str, tuple[int, MatrixInfo]] = {}
-    for ranks, matrices in (pair for pairs in by_rank for pair in pairs):
+    for ranks, matrices in itertools.chain.from_iterable(by_rank):
         for name, (m, n), *fields in matrices:
             info = MatrixInfo(name, (m, n), *fields)
             first, expected = registry.setdefault(name, (ranks[0], info))

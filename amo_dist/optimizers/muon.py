@@ -268,7 +268,7 @@ class Muon(torch.optim.Optimizer):
         with torch.profiler.record_function("amo::observe"):
             if orders.sample:
                 self._record(orders.step, observe(engine, step) if step else {})
-                self._observe_seconds = step.seconds if step else 0.0
+                self._observe_seconds = step.observe_seconds if step else 0.0
             if orders.checked is not None:
                 self._check_residual(orders, agreed_residual(engine, step) if step else 0.0)
 
@@ -295,34 +295,35 @@ class Muon(torch.optim.Optimizer):
 
     def _orders(self) -> Orders:
         """The orders of the coming step."""
-        state = self._schedule_state
-        step, config, source = state.steps_taken + 1, state.config, state.source
-        decision, sample, every = self._decide(step), source.sample(step), config.ns_guard_every
+        state, registry = self._schedule_state, self._engine.world.registry
+        source, step, every = state.source, state.steps_taken + 1, state.config.ns_guard_every
+        decision, sample = self._decide(step), source.sample(step)
+        # Owners change once, at the lock: new ones make all ranks wait.
+        is_balanced = state.config.ownership == "balanced"
         return Orders(
-            step,
-            decision.schedules,
-            decision.digest,
-            # Once, at the lock, as new owners make all ranks wait.
-            owners_are_final=config.ownership == "balanced" and source.phase(step) == "locked",
+            step=step,
+            schedules=decision.schedules,
+            digest=decision.digest,
+            owners_are_final=is_balanced and source.phase(step) == "locked",
             sample=sample,
             candidates=source.candidates() if sample else (),
-            checked=matrix_to_check(self._engine.world.registry, step, every) if every else None,
+            checked=matrix_to_check(registry, step, every) if every else None,
         )
 
     def _decide(self, step: int) -> _Decision:
         """The schedules of a step, which are made anew where the version of the source changes."""
         source = self._schedule_state.source
         version = source.version(step)
-        if self._decision is None or self._decision.version != version:
-            by_key = source.schedules(step)
-            infos = {info.name: info for info in self._engine.world.registry}
-            matrices = self._engine.parameters.matrices
-            schedules = [by_key[source.key(infos[matrix.name])] for matrix in matrices]
-            digests = {key: schedule.digest() for key, schedule in by_key.items()}
-            config = self.config.to_dict()
-            values = {"config": config, "schedules": digests, "source": source.state()}
-            digest = hashlib.sha256(controls.to_text(values).encode()).hexdigest()
-            self._decision = _Decision(version, schedules, digest)
+        if self._decision is not None and self._decision.version == version:
+            return self._decision
+        by_key = source.schedules(step)
+        infos = {info.name: info for info in self._engine.world.registry}
+        matrices = self._engine.parameters.matrices
+        schedules = [by_key[source.key(infos[matrix.name])] for matrix in matrices]
+        digests = {key: schedule.digest() for key, schedule in by_key.items()}
+        values = {"config": self.config.to_dict(), "schedules": digests, "source": source.state()}
+        digest = hashlib.sha256(controls.to_text(values).encode()).hexdigest()
+        self._decision = _Decision(version, schedules, digest)
         return self._decision
 
     def _record(self, step: int, observed: Mapping[str, Measurement]) -> None:

@@ -310,24 +310,27 @@ class Amo(Source):
     def record(self, step: int, observed: Mapping[str, Measurement]) -> list[str]:
         """Keep the medians of one observation, add up the errors, and plan at the last one."""
         ell: dict[str, float | None] = {}
-        num_sampled, num_invalid, sums, lines = {}, {}, dict(self._sums), []
+        num_sampled, num_invalid = dict[str, int](), dict[str, int]()
+        sums, lines = dict(self._sums), list[str]()
         for name, drawn in self._drawn(step).items():
             valid = [matrix for matrix in drawn if matrix.name in observed]
+            invalid = [matrix.name for matrix in drawn if matrix.name not in observed]
             ells = [min(observed[matrix.name].ell, 1.0) / SAFETY for matrix in valid]
             ell[name] = statistics.median(ells) if ells else None
-            num_sampled[name], num_invalid[name] = len(drawn), len(drawn) - len(valid)
+            num_sampled[name], num_invalid[name] = len(drawn), len(invalid)
             if valid:
                 rows = [observed[matrix.name].errors for matrix in valid]
                 means = _means(rows, [matrix.weight for matrix in valid])
-                sums[name] = [*map(operator.add, sums.get(name, [0.0] * len(means)), means)]
-            if len(valid) < len(drawn):
-                invalid = ", ".join(matrix.name for matrix in drawn if matrix not in valid)
-                lines.append(f"step {step}: no valid ell for {invalid}: left out")
+                totals = sums.get(name, [0.0] * len(means))
+                sums[name] = [total + mean for total, mean in zip(totals, means, strict=True)]
+            if invalid:
+                lines.append(f"step {step}: no valid ell for {', '.join(invalid)}: left out")
         lines += self._remarks_on_tau(step, observed)
         observations = (*self.observations, Observation(step, ell, num_sampled, num_invalid))
         if self._members and step >= self.observe_until:
-            plan, more = self._make_plan(observations, sums)
-            lines, sums, self.plan = [*lines, *more], {}, plan
+            self.plan, remarks_on_plan = self._make_plan(observations, sums)
+            lines += remarks_on_plan
+            sums = {}
         self.observations, self._sums = observations, sums
         return lines
 

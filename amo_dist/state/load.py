@@ -99,11 +99,12 @@ def _check_form(state_dict: Mapping[str, Any]) -> None:
     """Refuse the flattened form, which PyTorch's helper passes on if it cannot undo it."""
     flat_keys = (key for key in state_dict if str(key).startswith(("state.", "param_groups.")))
     flat = next(flat_keys, None)
-    expected = "state and param_groups: set_optimizer_state_dict undoes "
-    expected += (
-        "flatten_optimizer_state_dict, but not beside full_state_dict; leave one of them out"
-    )
-    require(flat is None or "state" in state_dict, str(flat), "a flattened key", expected)
+    if flat is not None and "state" not in state_dict:
+        raise ValueError(
+            f"{flat}: found a flattened key, expected state and param_groups: "
+            "set_optimizer_state_dict undoes flatten_optimizer_state_dict, but not together with "
+            "full_state_dict; leave one of the two out"
+        )
 
 
 def _check_groups(saved_groups: Any, expected: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -210,14 +211,19 @@ def _check_source(place: str, value: Any, target: Tensor) -> Tensor:
     source = value if isinstance(value, Tensor) else torch.tensor(value, device="cpu")
     shape, expected = tuple(source.shape), tuple(target.shape)
     require(shape == expected, place, f"shape {shape}", str(expected))
-    placement, own = _placement(source), _placement(target)
-    remedy = "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict distributes a whole "
-    require(placement == own, place, placement, f"{own}; {remedy}state dict")
+    if _placement(source) != _placement(target):
+        raise ValueError(
+            f"{place}: found {_placement(source)}, expected {_placement(target)}; "
+            "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict distributes a whole "
+            "state dict"
+        )
     local = local_tensor(source)
     is_real = local.is_floating_point() and local.numel() > 0
-    is_finite = not is_real or torch.linalg.vector_norm(local, math.inf).isfinite()
-    remedy = "the checkpoint was damaged, or made after training had diverged; load an earlier one"
-    require(bool(is_finite), place, "NaN or inf", f"finite values: {remedy}")
+    if is_real and not torch.linalg.vector_norm(local, math.inf).isfinite():
+        raise ValueError(
+            f"{place}: found NaN or inf, expected finite values: the checkpoint was damaged, or "
+            "made after training had diverged; load an earlier one"
+        )
     return source
 
 
