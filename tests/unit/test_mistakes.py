@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,16 +11,9 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.utils import swap_tensors
 
-from amo_dist import (
-    AMO,
-    AMOConfig,
-    Muon,
-    MuonConfig,
-    NorMuon,
-    make_optimizer,
-    param_groups,
-)
+from amo_dist import AMO, AMOConfig, Muon, MuonConfig, NorMuon, make_optimizer, param_groups
 from amo_dist.engine import step as one_step
 from amo_dist.engine.ballot import Ballots
 from tests import runs
@@ -49,18 +41,12 @@ def lone(**changes: Any) -> dict[str, Any]:
     return {**group, **changes}
 
 
-def channels_last() -> nn.Module:
-    model = models.plain_model({"layers.0.conv.weight": (8, 4, 3, 2)})
-    return model.to(memory_format=torch.channels_last)
-
-
 PARAM = nn.Parameter(torch.ones(12, 8))
 CONFIG: Any = {"observe_until": 8}
-BAD: dict[str, Any] = {
-    "adjust_lr": "adamw",
-    "cautious_decay": 1,
-    "bfloat16_params": "kahan",
-}
+CONV = models.plain_model({"layers.0.conv.weight": (8, 4, 3, 2)}).to(
+    memory_format=torch.channels_last
+)
+BAD: dict[str, Any] = {"adjust_lr": "adamw", "cautious_decay": 1, "bfloat16_params": "kahan"}
 SCALES = "adjust_lr: found 'original' with .*Rule, which scales"
 
 
@@ -84,10 +70,7 @@ SCALES = "adjust_lr: found 'original' with .*Rule, which scales"
             r"groups\[0\]\.lr_multiplier: found -1.0",
         ),
         (lambda: AMO(groups(), schedule="kj"), "schedule"),
-        (
-            lambda: Muon(param_groups(nn.Linear(8, 8))),
-            "params: .*allow_no_matrices",
-        ),
+        (lambda: Muon(param_groups(nn.Linear(8, 8))), "params: .*allow_no_matrices"),
         (lambda: Muon([]), "params: .*param_groups"),
         (lambda: Muon([PARAM]), "params: .*param_groups"),
         (lambda: Muon([{"params": [PARAM]}]), "params: found dict without 'algorithm'"),
@@ -105,7 +88,7 @@ SCALES = "adjust_lr: found 'original' with .*Rule, which scales"
             "eps: found 1e-08, .* float16, the dtype of tok",
         ),
         (
-            lambda: Muon(param_groups(channels_last(), flatten_conv=True)),
+            lambda: Muon(param_groups(CONV, flatten_conv=True)),
             "layers.0.conv.weight: .* memory has another order",
         ),
     ],
@@ -115,44 +98,26 @@ def test_a_mistake_at_construction_is_named(call: Callable[[], object], field: s
         call()
 
 
-def make_sparse(model: nn.Module, optimizer: Muon) -> None:
-    model.get_parameter(WQ).grad = torch.ones(12, 8).to_sparse()
-
-
-def move(model: nn.Module, optimizer: Muon) -> None:
-    param = model.get_parameter(WQ)
-    torch.utils.swap_tensors(param, nn.Parameter(param.detach().to("meta")))
-
-
-def set_rate(value: Any) -> Callable[[nn.Module, Muon], None]:
-    def mistake(model: nn.Module, optimizer: Muon) -> None:
-        optimizer.param_groups[0]["lr"] = value
-
-    return mistake
-
-
-def replace(field: str) -> Callable[[nn.Module, Muon], None]:
-    def mistake(model: nn.Module, optimizer: Muon) -> None:
-        setattr(optimizer, field, copy.copy(getattr(optimizer, field)))
-
-    return mistake
+SPARSE = torch.ones(12, 8).to_sparse()
+ON_META = "found torch.float32 on meta, expected .* on cpu"
+REPLACED = "another param_groups or state, after the first step"
 
 
 @pytest.mark.parametrize(
     ("mistake", "field"),
     [
-        (lambda _, optimizer: optimizer.state.clear(), r"^state of .*\.momentum_buffer: found"),
-        (lambda _, optimizer: optimizer.param_groups[0].pop("lr"), r"^groups\[0\].lr: found none"),
-        (set_rate(10**400), r"^groups\[0\].lr: found 1000"),
-        (lambda _, optimizer: optimizer.load_state_dict(None), "^state_dict: found None"),
-        (make_sparse, f"^{WQ}: found a sparse gradient"),
-        (move, f"^{WQ}: found torch.float32 on meta, expected .* on cpu"),
-        (replace("state"), "another param_groups or state, after the first step"),
-        (replace("param_groups"), "another param_groups or state, after the first step"),
+        (lambda _, own: own.state.clear(), r"^state of .*\.momentum_buffer: found"),
+        (lambda _, own: own.param_groups[0].pop("lr"), r"^groups\[0\].lr: found none"),
+        (lambda _, own: own.param_groups[0].update(lr=10**400), r"^groups\[0\].lr: found 1000"),
+        (lambda _, own: own.load_state_dict(None), "^state_dict: found None"),
+        (lambda one, _: setattr(one, "grad", SPARSE), f"^{WQ}: found a sparse gradient"),
+        (lambda one, _: swap_tensors(one, ones(12, 8, device="meta")), f"^{WQ}: {ON_META}"),
+        (lambda _, own: setattr(own, "state", {**own.state}), REPLACED),
+        (lambda _, own: setattr(own, "param_groups", [*own.param_groups]), REPLACED),
     ],
 )
 def test_a_mistake_in_use_is_named_and_changes_nothing(
-    mistake: Callable[[nn.Module, Muon], object], field: str
+    mistake: Callable[[nn.Parameter, Muon], object], field: str
 ) -> None:
     model, optimizer = runs.make("plain", Muon)
     runs.train(model, optimizer, 1, 2)
@@ -160,7 +125,7 @@ def test_a_mistake_in_use_is_named_and_changes_nothing(
     others = {name: param for name, param in model.named_parameters() if name != WQ}
     before = {name: param.detach().clone() for name, param in others.items()}
     with pytest.raises(ValueError, match=field):
-        (mistake(model, optimizer), optimizer.step())
+        (mistake(model.get_parameter(WQ), optimizer), optimizer.step())
     assert runs.equal(others, before)
     assert optimizer.num_steps_taken == 2
 
