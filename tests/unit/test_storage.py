@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import pickle
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,7 +20,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from tests.examples import ROOT
 from torchtitan_ext import CheckpointReader, CheckpointWriter
-from torchtitan_ext.plugin import storage
+from torchtitan_ext.plugin import loading, storage
 from torchtitan_ext.plugin.storage import CHECKSUMS, find_damage
 
 SHARD = "__0_0.distcp"
@@ -53,49 +52,47 @@ def save(folder: Path, content: Mapping[str, Any], *, sums: bool = False) -> Pat
     return folder
 
 
-@contextlib.contextmanager
-def told() -> Iterator[None]:
-    """DCP of PyTorch 2.11 keeps why metadata could not be read to itself: the log has it."""
-    with mock.patch.object(storage.logger, "error") as log:
-        try:
-            yield
-        except CheckpointException as error:
-            if log.called and "global metadata read failed" not in str(error):
-                raise CheckpointException("read", {0: (log.call_args.args[1], None)}) from error
-            raise
+Door = Callable[[dict[str, Any], Path], None]
 
 
-def plain_recipe(folder: Path) -> dict[str, Any]:
-    found = state()
-    with told():
-        dcp.load(found, storage_reader=CheckpointReader(folder), no_dist=True)
-    return found
+def plain_recipe(found: dict[str, Any], folder: Path) -> None:
+    dcp.load(found, storage_reader=CheckpointReader(folder), no_dist=True)
 
 
-def torchtitan(folder: Path) -> dict[str, Any]:
-    from torchtitan_ext.plugin import loading
-
-    found = state()
-    with told():
-        loading.load(found, str(folder))
-    return found
+def torchtitan(found: dict[str, Any], folder: Path) -> None:
+    loading.load(found, str(folder))
 
 
-def pytorch(folder: Path) -> dict[str, Any]:
-    found = state()
+def pytorch(found: dict[str, Any], folder: Path) -> None:
     dcp.load(found, checkpoint_id=folder, no_dist=True)
+
+
+def read(folder: Path, door: Door = plain_recipe) -> dict[str, Any]:
+    found = state()
+    door(found, folder)
     return found
 
 
-Door = Callable[[Path], Any]
+def refusal(folder: Path, door: Door = plain_recipe) -> str:
+    """The error; DCP of PyTorch 2.11 keeps why metadata could not be read to itself and the log."""
+    with (
+        mock.patch.object(storage.logger, "error") as log,
+        pytest.raises((ValueError, CheckpointException)) as caught,
+    ):
+        read(folder, door)
+    text = str(caught.value)
+    is_told = "global metadata read failed" in text or not log.called
+    return text if is_told else str(log.call_args.args[1])
 
 
 @pytest.mark.parametrize("door", [plain_recipe, torchtitan, pytorch])
 @pytest.mark.parametrize("sums", [False, True])
 def test_what_was_saved_is_read(tmp_path: Path, door: Door, sums: bool) -> None:
-    folder = save(tmp_path / "good", state(3.0), sums=sums)
+    for fill in (1.0, 3.0):  # written over
+        folder = save(tmp_path / "good", state(fill), sums=sums)
     assert (folder / CHECKSUMS).exists() == sums
-    found = door(folder)
+    assert find_damage(folder) == ""
+    found = read(folder, door)
     assert torch.equal(found["model"]["w"], state(3.0)["model"]["w"])
     assert found["train"] == {"step": 3, "names": ["a", "b"]}
 
@@ -104,13 +101,12 @@ def test_what_was_saved_is_read(tmp_path: Path, door: Door, sums: bool) -> None:
 @pytest.mark.parametrize("is_in_metadata", [False, True])
 def test_what_is_crafted_runs_nothing(tmp_path: Path, door: Door, is_in_metadata: bool) -> None:
     folder, crafted = tmp_path / "crafted", Crafted(tmp_path / "trace")
-    message = r"train\.step: found getattr, expected"
+    message = "train.step: found getattr, expected"
     save(folder, {**state(1.0), "train": {"step": crafted, "names": ["a"]}})
     if is_in_metadata:
-        message = re.escape(f"{folder / '.metadata'}: found pathlib")
+        message = f"{folder / '.metadata'}: found pathlib"
         (folder / ".metadata").write_bytes(pickle.dumps({"x": crafted}))
-    with pytest.raises((ValueError, CheckpointException), match=message):
-        door(folder)
+    assert message in refusal(folder, door)
     assert not crafted.trace.exists()
 
 
@@ -126,8 +122,7 @@ def test_data_outside_of_the_folder_is_not_read(tmp_path: Path, name: str) -> No
     for info in metadata.storage_data.values():
         info.relative_path = name
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(CheckpointException, match=message):
-        plain_recipe(folder)
+    assert message in refusal(folder)
 
 
 def flip(data: bytes) -> bytes:
@@ -150,9 +145,9 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 def test_damaged_metadata_is_named(tmp_path: Path, damage: str) -> None:
     file = save(tmp_path / "damaged", state(1.0)) / ".metadata"
     file.write_bytes(DAMAGE[damage](file.read_bytes()))
-    with pytest.raises((ValueError, CheckpointException), match=re.escape(f"{file}: ")) as caught:
-        plain_recipe(file.parent)
-    assert "damaged, or not written by" in str(caught.value) or "found dict" in str(caught.value)
+    error = refusal(file.parent)
+    assert f"{file}: " in error
+    assert "damaged, or not written by" in error or "found dict" in error
 
 
 def test_dtypes_alone_come_from_torch(tmp_path: Path) -> None:
@@ -186,15 +181,11 @@ def test_any_change_of_any_file_is_found(tmp_path: Path, name: str, how: str) ->
     by_rank = [find_damage(folder, rank, 2) for rank in range(2)]
     assert sum(map(bool, by_rank)) == (2 if how in ("longer", "cut") else 1)
     message = f"damaged: {SHARD} " if name == SHARD else "metadata: found other bytes than"
-    with pytest.raises(CheckpointException, match=message):
-        plain_recipe(folder)
+    assert message in refusal(folder)
 
 
-def test_a_file_that_is_missing_or_another_checkpoints_is_found(tmp_path: Path) -> None:
+def test_a_missing_file_and_broken_checksums_are_found(tmp_path: Path) -> None:
     folder = save(tmp_path / "damaged", state(1.0), sums=True)
-    other_one = save(tmp_path / "other", state(2.0), sums=True)
-    (folder / SHARD).write_bytes((other_one / SHARD).read_bytes())
-    assert find_damage(folder) == f"{SHARD} has other bytes than were written"
     (folder / SHARD).unlink()
     assert find_damage(folder) == f"{SHARD}: No such file or directory"
     (folder / CHECKSUMS).write_text("{")
@@ -207,18 +198,9 @@ def test_without_checksums_what_can_be_read_is_loaded(tmp_path: Path) -> None:
     data, weight = (folder / SHARD).read_bytes(), state(1.0)["model"]["w"].view(torch.uint8)
     (folder / SHARD).write_bytes(data.replace(weight.numpy().tobytes(), bytes(weight.numel())))
     assert find_damage(folder) == ""
-    assert not plain_recipe(folder)["model"]["w"].any()
+    assert not read(folder)["model"]["w"].any()
     (folder / SHARD).write_bytes(DAMAGE["cut"](data))
-    with pytest.raises(CheckpointException, match="EOFError"):
-        plain_recipe(folder)
-
-
-def test_a_checkpoint_is_written_over(tmp_path: Path) -> None:
-    folder = save(tmp_path / "twice", state(1.0), sums=True)
-    first = (folder / CHECKSUMS).read_text()
-    save(folder, state(2.0), sums=True)
-    assert (folder / CHECKSUMS).read_text() != first
-    assert find_damage(folder) == ""
+    assert "EOFError" in refusal(folder)
 
 
 @pytest.mark.parametrize(("method", "is_whole"), [("write_data", False), ("finish", True)])
@@ -254,7 +236,6 @@ def test_nothing_else_unpickles() -> None:
         f"{path.relative_to(ROOT)}: {line.strip()}"
         for folder in ("amo_dist", "torchtitan_ext", "launch")
         for path in sorted((ROOT / folder).rglob("*.py"))
-        if path != ROOT / "amo_dist/state/storage.py"
         for line in path.read_text().splitlines()
         if unsafe.search(line) or ("torch.load(" in line and "weights_only=True" not in line)
     ]
