@@ -188,12 +188,3 @@ def test_no_decay_of_norms_biases_and_embeddings_by_one_flag() -> None:
     undecayed = {n for g in groups if g.get("weight_decay") == 0 for n, _ in g["params"]}
     norm = {"layers.0.norm.weight", "layers.0.norm.bias"}
     assert undecayed == {"table.weight", *norm, "head.bias"}
-
-
-def test_a_tied_parameter_is_named_in_the_error() -> None:
-    model = within("layers.0.self_attn", attention(q_proj=(4, 4)))
-    model.embed_tokens = nn.Embedding(8, 4)
-    model.lm_head = nn.Linear(4, 8, bias=False)
-    model.lm_head.weight = model.embed_tokens.weight
-    with pytest.raises(ValueError, match=r"lm_head\.weight is tied to embed_tokens\.weight"):
-        param_groups(model, lr_multipliers={r"lm_head\.weight": 2.0})

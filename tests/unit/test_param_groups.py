@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -53,9 +54,6 @@ BLOCK = {
 }
 
 
-NAN = float("nan")
-
-
 def test_frozen_parameters_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     model = module_of({**BLOCK, "layers.0.what.weight": (4, 4)})  # unknown, but no error
     for name, parameter in model.named_parameters():
@@ -82,16 +80,18 @@ def test_tied_parameters_appear_once_under_the_first_name() -> None:
         ["layers.0.attention.wq.weight"],
         ["tok_embeddings.weight"],
     ]
+    with pytest.raises(ValueError, match=r"output\.weight is tied to tok_embeddings\.weight"):
+        param_groups(model, lr_multipliers={r"output\.weight": 2.0})
     # Across parts as well.
     assert len(param_groups([model, head])[1]["params"]) == 1
 
 
 def test_parts_of_one_model() -> None:
-    first = {name: shape for name, shape in BLOCK.items() if "layers.1" not in name}
-    second = {name: shape for name, shape in BLOCK.items() if "layers.1" in name}
-    assert types_of([module_of(first), module_of(second)]) == types_of(module_of(BLOCK))
+    items = [*BLOCK.items()]
+    first, second = (module_of(dict(part)) for part in (items[:4], items[4:]))
+    assert types_of([first, second]) == types_of(module_of(BLOCK))
     with pytest.raises(ValueError, match=r"two parameters 'layers\.1"):
-        param_groups([module_of(BLOCK), module_of(second)])
+        param_groups([module_of(BLOCK), second])
 
 
 def test_a_scheduler_that_multiplies_lr_scale_into_lr_keeps_its_meaning() -> None:
@@ -138,11 +138,9 @@ def test_an_expression_that_matches_nothing_is_an_error(kwargs: dict[str, object
         param_groups(module_of(BLOCK), **kwargs)  # type: ignore[arg-type]
     groups = param_groups(module_of(BLOCK), allow_unused=True, **kwargs)  # type: ignore[arg-type]
     assert len(groups) == 2
-
-
-def test_an_expression_that_an_earlier_one_covers_is_used() -> None:
-    patterns = {".*wq.weight": "attn_q", "layers.0.attention.wq.weight": None}
-    assert len(param_groups(module_of(BLOCK), patterns=patterns)) == 2
+    # One that an earlier one covers is used.
+    covered = {".*wq.weight": "attn_q", "layers.0.attention.wq.weight": None}
+    assert len(param_groups(module_of(BLOCK), patterns=covered)) == 2
 
 
 X = "layers.0.x"
@@ -158,7 +156,7 @@ IN_TURN = {"layers.0.attention.query_key_value.weight": (24, 8)}
         (nn.Linear(2, 2).parameters(), {}, "model"),
         # By its name, as a real one wants a process group.
         (nn.Sequential(type("FullyShardedDataParallel", (nn.Module,), {})()), {}, "FullySharded"),
-        *[(BLOCK, {"lr_multipliers": {".*": rate}}, "lr_multipliers") for rate in (0.0, NAN)],
+        *[(BLOCK, {"lr_multipliers": {".*": rate}}, "lr_multipliers") for rate in (0.0, math.nan)],
         (BLOCK, {"no_decay": "norm.weight"}, "no_decay"),
         (BLOCK, {"unknown": "adamw"}, "unknown"),
         ({"layers.0.mixing": (3, 4, 4)}, {"unknown": "matrix"}, "patterns"),
