@@ -129,31 +129,26 @@ def products(places: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
 
 def as_ranges(values: Iterable[int]) -> str:
     """What `numbers` takes apart."""
-    runs: list[list[int]] = []
-    for value in sorted(values):
-        if runs and value == runs[-1][1] + 1:
-            runs[-1][1] = value
-        else:
-            runs.append([value, value])
-    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
+    parts = []
+    for _, run in itertools.groupby(enumerate(sorted(values)), lambda pair: pair[1] - pair[0]):
+        numbers = [value for _, value in run]
+        parts.append(f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else f"{numbers[0]}")
+    return ",".join(parts)
 
 
 def recorded(model: nn.Module) -> dict[str, Line]:
     """The parameters of a model, a tied one under its first name."""
-    kinds: dict[nn.Parameter, str] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            kinds.setdefault(parameter, type(module).__name__)
     shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
     sites = sites_by_name([model])
     found: dict[str, Line] = {}
-    for name, each in model.named_parameters():
+    for name in shapes:
         views, _ = find_views(name, {}, shapes, sites[name])
-        divides = any(in_heads(view.operator_type) for view in views or ())
+        kind = type(model.get_submodule(name.rpartition(".")[0])).__name__
         heads = sites[name].heads
-        sizes = dataclasses.astuple(heads) if divides and heads.query else ()
-        kind = "@".join(filter(None, [kinds[each], ".".join(map(str, sizes))]))
-        found[name] = shapes[name], kind.removesuffix(".0"), ""
+        if heads.query and any(in_heads(view.operator_type) for view in views or ()):
+            sizes = ".".join(map(str, dataclasses.astuple(heads)))
+            kind = f"{kind}@{sizes}".removesuffix(".0")
+        found[name] = shapes[name], kind, ""
     return found
 
 
@@ -180,27 +175,21 @@ def build(families: Iterable[str]) -> Iterator[tuple[str, str, nn.Module]]:
         module = importlib.import_module(library)
         with torch.device("meta"):
             if library == "timm":
-                yield f"timm {module.__version__}", family, module.create_model(family)
+                model = module.create_model(family)
             else:
                 kind = getattr(module, family)
                 model = kind(kind.config_class())
-                yield f"transformers {module.__version__}", family, model
+        yield f"{library} {module.__version__}", family, model
 
 
 def table(record: Mapping[str, Mapping[str, Mapping[str, str]]]) -> str:
     """The table of ``docs/families.md``."""
-    head = ["model", "matrices", "share", "fused, as one", "to AdamW in blocks", "needs"]
-    head.append("heads")
+    head = ["model", "matrices", "share", "fused, as one", "to AdamW in blocks", "needs", "heads"]
     rows = [head, ["---", "---:", "---:", "---", "---", "---", "---"]]
     for release, families in record.items():
         rows.append([f"**{release}**", *[""] * (len(head) - 1)])
-        models = {family: expand(lines) for family, lines in families.items()}
-        has_heads = any(
-            site.heads.query
-            for parameters in models.values()
-            for site in sites_of(parameters).values()
-        )
-        rows += [row(family, each, has_heads) for family, each in models.items()]
+        has_heads = any("@" in line for lines in families.values() for line in lines.values())
+        rows += [row(family, expand(lines), has_heads) for family, lines in families.items()]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
 
 

@@ -64,19 +64,13 @@ def fill(folder: Path) -> None:
     os.mkfifo(folder / "pipe")
 
 
-def leaves(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
-    """Each command with its parser."""
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            yield from action.choices.items()
-
-
 def lines() -> list[list[str]]:
     """Each option and argument of each command with each value."""
     from torchtitan_ext.cli import build_parser
 
     result = [[], ["--"], ["no"]]
-    for command, parser in leaves(build_parser()):
+    (commands,) = (a for a in build_parser()._actions if isinstance(a, argparse._SubParsersAction))
+    for command, parser in commands.choices.items():
         start = STARTS.get(command, [])
         for action in parser._actions:
             options = action.option_strings

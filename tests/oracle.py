@@ -57,6 +57,7 @@ class Oracle:
             if rest
             else None
         )
+        self.moments: dict[str, Tensor] = {}
         self.step_number = 0
         self.source: Amo | None = None
         if isinstance(self.config, AMOConfig):
@@ -94,7 +95,10 @@ class Oracle:
             update, scale = self._scaled(name, self._sized(update).to(wire).float())
             new = param.float() * (1 - self.lr * self.weight_decay)
             param.copy_(new - update * (self.lr * scale))
-        self._step_adamw(grads)
+        for name in self.params.keys() - self.types.keys():
+            self.params[name].grad = grads.get(name)
+        if self.adamw:
+            self.adamw.step()
         if self.source and sample:
             self._observe(self.source, sampled)
 
@@ -113,11 +117,10 @@ class Oracle:
 
     def _sized(self, update: Tensor) -> Tensor:
         if self.config.update_norm == "exact":
-            for one in update.unbind() if update.dim() == 3 else [update]:
-                wide = torch.promote_types(one.dtype, torch.float32)
-                norm = torch.linalg.vector_norm(one, dtype=wide)
-                exact = math.sqrt(min(one.shape))
-                one *= exact / max(norm, torch.tensor(exact / 2, dtype=wide))
+            wide = torch.promote_types(update.dtype, torch.float32)
+            norm = torch.linalg.vector_norm(update, dtype=wide)
+            exact = math.sqrt(min(update.shape))
+            update *= exact / max(norm, torch.tensor(exact / 2, dtype=wide))
         return update
 
     def _scale(self, matrix: Tensor) -> float:
@@ -127,22 +130,12 @@ class Oracle:
         return update, self._scale(update)
 
     def _momentum(self, name: str, grad: Tensor) -> Tensor:
-        buffer = self.buffers[name]
-        wide = torch.float64 if buffer.dtype == torch.float64 else torch.float32
-        buffer.copy_(buffer.to(wide) * self.config.momentum + grad.to(wide))  # rounded once
-        if self.config.nesterov is False:
+        buffer, nesterov = self.buffers[name], self.config.nesterov
+        buffer.copy_(buffer * self.config.momentum + grad.float())
+        if nesterov is False:
             return buffer
-        nesterov = self.config.nesterov
         coefficient = self.config.momentum if nesterov is True else nesterov
-        return buffer.to(wide) * coefficient + grad.to(wide)
-
-    def _step_adamw(self, grads: Mapping[str, Tensor | None]) -> None:
-        if self.adamw is None:
-            return
-        for name, param in self.params.items():
-            if name not in self.types:
-                param.grad = grads.get(name)
-        self.adamw.step()
+        return buffer * coefficient + grad.float()
 
 
 class NormedOracle(Oracle):
@@ -152,13 +145,8 @@ class NormedOracle(Oracle):
     about ten digits, so that a factor in float32 may differ in its last bit.
     """
 
-    moments: dict[str, Tensor]
-
     def _sized(self, update: Tensor) -> Tensor:
         return update
-
-    def _moment(self, name: str, like: Tensor) -> Tensor:
-        return self.__dict__.setdefault("moments", {}).setdefault(name, torch.zeros_like(like))
 
     def _normed(self, update: Tensor) -> tuple[Tensor, float]:
         norm = math.sqrt(math.fsum((update.double() ** 2).flatten().tolist()))
@@ -173,7 +161,8 @@ class AdaMuonOracle(NormedOracle):
         return momentum.sign()
 
     def _scaled(self, name: str, update: Tensor) -> tuple[Tensor, float]:
-        decay, moment = self.config.momentum, self._moment(name, update)
+        decay = self.config.momentum
+        moment = self.moments.setdefault(name, torch.zeros_like(update))
         moment.copy_(moment * decay + update * update * (1 - decay))
         return self._normed(update / (moment.sqrt() + 1e-8))
 
@@ -182,7 +171,7 @@ class NorMuonOracle(NormedOracle):
     """NorMuon: a second moment of each row."""
 
     def _scaled(self, name: str, update: Tensor) -> tuple[Tensor, float]:
-        moment = self._moment(name, update[:, :1])
+        moment = self.moments.setdefault(name, torch.zeros_like(update[:, :1]))
         # In the unit of the package's exact sums, which shows where a row is almost nothing.
         unit = 2.0 ** (math.ceil(math.log2(4 * update.shape[1])) - 62)
         rows = update.double().tolist()

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from amo_dist.__main__ import main
 from amo_dist.config import AMOConfig
-from amo_dist.schedule.plan import Plan, best_curve, candidates, make_plan
-from amo_dist.schedule.polar_express import schedule_for
-from tests.sources import distance
+from amo_dist.schedule.plan import Plan
+from tests.sources import plan_of
 
 TWO = ["plan", "--ell", "attn_k=1e-2", "--ell", "attn_q=3e-4"]
-# Hard, middling and easy.
-SPECTRA = {
-    name: [10.0 ** (-0.7 - decay * j) for j in range(40)]
-    for name, decay in (("attn_q", 0.11), ("attn_k", 0.03), ("mlp_up", 0.015))
-}
 
 
 def planned(capsys: pytest.CaptureFixture[str], *argv: str) -> Plan:
@@ -26,19 +19,10 @@ def planned(capsys: pytest.CaptureFixture[str], *argv: str) -> Plan:
     return Plan.from_json(capsys.readouterr().out)
 
 
-def measured_plan(**changes: Any) -> Plan:
-    """A plan as a run makes it from its observations."""
-    config, curves = AMOConfig(**changes), {}
-    tried = [schedule_for(ell, steps) for steps, ell in candidates(config)]
-    for name, sigmas in SPECTRA.items():
-        curves[name] = best_curve(config, [distance(sigmas, one) for one in tried])
-    return make_plan(config, curves, (0.25, 0.25, 0.5), (10**9, 2 * 10**9, 4 * 10**9))
-
-
 def test_a_runs_plan_is_shown_and_made_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plan, file = measured_plan(), tmp_path / "plan.json"
+    plan, file = plan_of(AMOConfig()), tmp_path / "plan.json"
     file.write_text(plan.to_json() + "\n")
     for path in (tmp_path, file):
         assert planned(capsys, "plan", "--plan", str(path)) == plan
@@ -46,9 +30,9 @@ def test_a_runs_plan_is_shown_and_made_again(
     assert capsys.readouterr().out == f"{plan}\n"
     assert main(TWO) == 0
     assert "attn_q" in capsys.readouterr().out
-    for ratio in (0.8, 1.0, 1.2):
+    for ratio in (0.8, 1.0, 1.2):  # of other allocations each
         again = planned(capsys, "plan", "--plan", str(file), f"--budget-ratio={ratio}")
-        assert again.allocation == measured_plan(budget_ratio=ratio).allocation
+        assert again.allocation == plan_of(AMOConfig(budget_ratio=ratio)).allocation
     paper = planned(capsys, *TWO)
     assert paper.operator_types == ("attn_q", "attn_k")  # in our order
     file.write_text(paper.to_json())
@@ -71,7 +55,7 @@ def test_a_runs_plan_is_shown_and_made_again(
 def test_a_mistake_names_the_option(
     options: list[str], field: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "plan.json").write_text(measured_plan().to_json())
+    (tmp_path / "plan.json").write_text(plan_of(AMOConfig()).to_json())
     assert main(["plan", *(str(tmp_path) if word == "PLAN" else word for word in options)]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 from collections.abc import Callable
@@ -51,43 +52,37 @@ def test_the_error_of_the_rank_that_broke_is_printed_with_its_ranks() -> None:
     assert not conclude(Check("c"), [ended, {**ended, "error": "a fault"}]).is_last
 
 
-def roll(monkeypatch: pytest.MonkeyPatch, **others: str) -> None:
-    monkeypatch.setattr(sites, "MEETING_SECONDS", 0.2)
-    store = dist.HashStore()
-    for rank, device in others.items():
-        store.set(f"doctor/roll/{rank[1:]}", json.dumps([device, "host"]))
-    sites.call_roll(Site(0, 3, CPU, store))
-
-
 def test_the_roll_names_missing_and_unlike_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    roll(monkeypatch, r1="cpu", r2="cpu")
+    def roll(*others: str) -> None:
+        store = dist.HashStore()
+        for rank, device in enumerate(others, start=1):
+            store.set(f"doctor/roll/{rank}", json.dumps([device, "host"]))
+        sites.call_roll(Site(0, 3, CPU, store))
+
+    monkeypatch.setattr(sites, "MEETING_SECONDS", 0.2)
+    roll("cpu", "cpu")
     with pytest.raises(Fault, match=r"ranks 1, 2"):
-        roll(monkeypatch)
+        roll()
     with pytest.raises(Fault, match=r"device: rank 0 has cpu, rank 1 cuda"):
-        roll(monkeypatch, r1="cuda", r2="cpu")
-
-
-def off_by(factor: float, which: int) -> Callable[..., Any]:
-    """A kernel in bfloat16 on the device, or an observation, whose result is off."""
-    real = (machine.orthogonalize, machine.spectrum)[which]
-    calls: list[int] = []
-
-    def wrong(*args: Any, **options: Any) -> Any:
-        calls.append(1)
-        result = real(*args, **options)
-        if len(calls) % 2:  # the CPU's comes first
-            return result
-        return (result[0] * factor, result[1]) if which else result * factor
-
-    return wrong
+        roll("cuda", "cpu")
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("orthogonalize", off_by(1.1, 0)), ("spectrum", off_by(1.01, 1))]
+    ("name", "off"),
+    [("orthogonalize", lambda x: x * 1.1), ("spectrum", lambda found: (found[0] * 1.01, found[1]))],
 )
-def test_a_planted_fault_is_found(name: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_fault_is_found(
+    name: str, off: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel in bfloat16 on the device, or an observation, whose result is off."""
     machine.arithmetic(ONE)
-    monkeypatch.setattr(machine, name, value)
+    real, is_device = getattr(machine, name), itertools.cycle([False, True])  # the CPU comes first
+
+    def wrong(*args: Any, **options: Any) -> Any:
+        result = real(*args, **options)
+        return off(result) if next(is_device) else result
+
+    monkeypatch.setattr(machine, name, wrong)
     with pytest.raises(Fault):
         machine.arithmetic(ONE)
 

@@ -1,9 +1,8 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from amo_dist.config import Triple
 from amo_dist.kernels import newton_schulz
 from amo_dist.kernels.newton_schulz import orthogonalize
 from amo_dist.schedule.coefficients import named_schedule
+from tests.examples import run
 from tests.unit.test_cans_guard import PRINTED as CANS
 
 KJ, YOU = (named_schedule(name).schedule.coefficients for name in ("kj", "you"))
@@ -196,16 +196,14 @@ for number in [*range(150), 0]:
 
 
 @pytest.mark.slow
-def test_compiled_products_of_past_schedules_are_given_up() -> None:
-    names = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
-    environment = {name: value for name, value in os.environ.items() if name not in names}
-    done = subprocess.run(
-        [sys.executable, "-c", RUN_MANY_SCHEDULES],
-        env={**environment, "ONEDNN_VERBOSE": "profile_create"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+def test_compiled_products_of_past_schedules_are_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("ONEDNN_VERBOSE", "profile_create")
+    done = run([sys.executable, "-c", RUN_MANY_SCHEDULES], tmp_path)
+    assert done.returncode == 0, done.stderr
     first, *_, again = [
         part.count("create:cache_miss") for part in done.stdout.split("schedule")[1:]
     ]

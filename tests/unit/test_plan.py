@@ -24,7 +24,6 @@ from amo_dist.schedule.plan import (
     Plan,
     best_curve,
     candidates,
-    make_plan,
     plan_paper,
     plan_range,
     remarks,
@@ -33,7 +32,7 @@ from amo_dist.schedule.plan import (
 from amo_dist.schedule.polar_express import error_curve, schedule_for
 from amo_dist.schedule.source import Amo
 from amo_dist.schedule.types import MatrixInfo, Measurement, Schedule
-from tests.sources import MEASURED, distance, planned, spectrum
+from tests.sources import MEASURED, distance, plan_of, planned
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 # Powers round otherwise than products, and a schedule that maps 1 close to 0 multiplies what is
@@ -152,14 +151,6 @@ def test_a_measured_plan_is_within_its_budget_and_never_worse_than_uniform(seed:
     assert not starved(plan)
     assert Plan.from_json(plan.to_json()) == plan
     assert case.observed(case.registry[::-1]).plan == plan  # in any order of the registry
-
-
-def plan_of(config: AMOConfig, ells: Mapping[str, float]) -> Plan:
-    curves = {}
-    for name, ell in ells.items():
-        tried = [schedule_for(one, steps) for steps, one in candidates(config)]
-        curves[name] = best_curve(config, [distance(spectrum(ell), one) for one in tried])
-    return make_plan(config, curves, [1 / len(ells)] * len(ells), [10] * len(ells))
 
 
 @pytest.mark.parametrize(

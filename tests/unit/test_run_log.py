@@ -7,46 +7,28 @@ from pathlib import Path
 import pytest
 import torch
 
-from amo_dist import AMO, AMOConfig, param_groups
+from tests import runs
 from torchtitan_ext.cli import main
 from torchtitan_ext.runs.run_files import read_plan
 from torchtitan_ext.runs.run_log import RunLog
 from torchtitan_ext.tools.report import data
 
-CONFIG = AMOConfig(observe_every=2, observe_until=4, transition_steps=3)  # locks at step 7
 
-
-def loop(config: AMOConfig = CONFIG) -> tuple[torch.nn.Module, AMO]:
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(2)))
-    groups = param_groups(model, patterns={r"\d\.weight": "mlp_up"})
-    return model, AMO(groups, lr=0.01, config=config)
-
-
-def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
-    loss: torch.Tensor = (model(torch.ones(4, 8)) - 1).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
-
-
-def test_a_plain_loop_is_reported_through_its_lock_and_a_restart(
-    tmp_path: Path,
-) -> None:
-    model, optimizer = loop()
+def test_a_plain_loop_is_reported_through_its_lock_and_a_restart(tmp_path: Path) -> None:
+    model, optimizer = runs.make()  # locks at step 7
     log = RunLog(tmp_path / "run", optimizer, num_steps=12)
     for number in range(1, 9):
-        loss = step(model, optimizer)
+        runs.train(model, optimizer, number, number)
         if number % 4 == 0:
-            log(loss, num_tokens=100 * number, grad_norm=torch.tensor(2.0))
+            log(torch.tensor(0.5), num_tokens=100 * number, grad_norm=torch.tensor(2.0))
         if number == 6:
             saved = optimizer.state_dict()
-    model, optimizer = loop()  # goes on after step 6: what was written of step 8 is no more
+    model, optimizer = runs.make()  # goes on after step 6: what was written of step 8 is no more
     optimizer.load_state_dict(saved)
     log = RunLog(tmp_path / "run", optimizer, num_steps=12)
-    for _ in range(6):
-        log(step(model, optimizer), num_tokens=100 * optimizer.num_steps_taken)
+    for number in range(7, 13):
+        runs.train(model, optimizer, number, number)
+        log(torch.tensor(0.5), num_tokens=100 * number)
     run = data.load(tmp_path / "run")
     assert [record["step"] for record in run.metrics] == [4, *range(7, 13)]
     assert run.metrics[0]["grad_norm"] == 2.0
