@@ -1,11 +1,14 @@
 """Records what parameters the models of Hugging Face and timm have, and what becomes of each.
 
-``python -m tests.families [FAMILY ...]`` builds them (or those named) from their default
-configurations, on the meta device, without weights or network, writes what it finds under the name
-of the installed release into ``tests/golden/families.json``, classifies all that the file holds
-anew, and rewrites ``docs/families.md``. ``tests/unit/test_families.py`` trusts the operator types
-in the file: look at each that changed before you commit it. A line stands for all parameters of
-one shape whose names differ in numbers alone::
+``python -m tests.families [FAMILY ...]`` builds those named, or all that the file holds, from their
+default configurations, on the meta device, without weights or network, writes what it finds under
+the name of the installed release into ``tests/golden/families.json``, classifies all that the file
+holds anew, and rewrites ``docs/families.md``. A family is a class of transformers, such as
+``LlamaForCausalLM``, or a model of timm, such as ``vit_base_patch16_224``.
+
+``tests/unit/test_families.py`` trusts the operator types in the file: look at each that changed
+before you commit it. A line stands for all parameters of one shape whose names differ in numbers
+alone::
 
     "model.layers.0-31.self_attn.q_proj.weight": "4096x4096 Linear@128.128.128 attn_q"
 
@@ -35,34 +38,6 @@ from tests.examples import ROOT, fill
 
 RECORD = ROOT / "tests/golden/families.json"
 PAGE = ROOT / "docs/families.md"
-# One name a word.
-TRANSFORMERS = """
-LlamaForCausalLM MistralForCausalLM Qwen2ForCausalLM Qwen3ForCausalLM GemmaForCausalLM
-Gemma2ForCausalLM Gemma3ForConditionalGeneration PhiForCausalLM Phi3ForCausalLM GPT2LMHeadModel
-GPTNeoForCausalLM GPTNeoXForCausalLM GPTJForCausalLM OPTForCausalLM BloomForCausalLM
-FalconForCausalLM MptForCausalLM CodeGenForCausalLM StableLmForCausalLM Starcoder2ForCausalLM
-Glm4ForCausalLM Olmo2ForCausalLM CohereForCausalLM
-DeepseekV2ForCausalLM DeepseekV3ForCausalLM MixtralForCausalLM Qwen2MoeForCausalLM
-Qwen3MoeForCausalLM GptOssForCausalLM Llama4ForConditionalGeneration GraniteMoeForCausalLM
-MambaForCausalLM Mamba2ForCausalLM JambaForCausalLM ZambaForCausalLM Zamba2ForCausalLM
-BambaForCausalLM GraniteMoeHybridForCausalLM NemotronHForCausalLM Qwen3NextForCausalLM
-Qwen3_5ForCausalLM
-RecurrentGemmaForCausalLM RwkvForCausalLM
-BertForMaskedLM RobertaForMaskedLM DebertaV2ForMaskedLM DistilBertForMaskedLM AlbertForMaskedLM
-ModernBertForMaskedLM ElectraForPreTraining MPNetForMaskedLM XLNetLMHeadModel
-T5ForConditionalGeneration BartForConditionalGeneration WhisperForConditionalGeneration
-Wav2Vec2ForCTC HubertForCTC
-ViTForImageClassification Dinov2ForImageClassification SwinForImageClassification
-Swinv2ForImageClassification ConvNextForImageClassification ResNetForImageClassification
-CLIPModel SiglipModel DetrModel SamModel
-LlavaForConditionalGeneration Qwen2VLForConditionalGeneration Qwen3VLForConditionalGeneration
-Blip2ForConditionalGeneration MllamaForConditionalGeneration Gemma3nForConditionalGeneration
-"""
-TIMM = """
-vit_base_patch16_224 swin_tiny_patch4_window7_224 beit_base_patch16_224 eva02_base_patch14_224
-mixer_b16_224 convnext_tiny resnet50 efficientnet_b0
-"""
-
 Shape: TypeAlias = "tuple[int, ...]"
 Line: TypeAlias = "tuple[Shape, str, str]"
 """Shape, class of the module with its heads, and what becomes of it, as `verdict` says it."""
@@ -171,7 +146,7 @@ def sites_of(parameters: Mapping[str, Line]) -> dict[str, Site]:
 def build(families: Iterable[str]) -> Iterator[tuple[str, str, nn.Module]]:
     """Release, family and model."""
     for family in families:
-        library = "timm" if family in TIMM.split() else "transformers"
+        library = "timm" if family.islower() else "transformers"
         module = importlib.import_module(library)
         with torch.device("meta"):
             if library == "timm":
@@ -267,9 +242,10 @@ def share(names: Iterable[str], shapes: Mapping[str, Shape]) -> str:
 
 def main(families: list[str]) -> None:
     """Rewrites the record and the page."""
-    record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    record = json.loads(RECORD.read_text())
+    known_families = dict.fromkeys(itertools.chain(*record.values()))
     try:
-        for release, family, model in build(families or (TRANSFORMERS + TIMM).split()):
+        for release, family, model in build(families or known_families):
             record.setdefault(release, {})[family] = compress(recorded(model))
     except ImportError as error:
         print(f"No model is built: {error}")

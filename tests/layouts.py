@@ -55,10 +55,6 @@ def placements_by_kind(split: int) -> dict[str, tuple[Any, ...]]:
 KINDS = tuple(placements_by_kind(1))
 
 
-def num_axes(kind: str) -> int:
-    return len(placements_by_kind(1)[kind])
-
-
 def build(
     kind: str,
     mesh: torch.Tensor,
@@ -109,7 +105,7 @@ def fused(draw: st.DrawFn) -> tuple[tuple[int, int], Fused]:
 def models(draw: st.DrawFn, kinds: tuple[str, ...] = KINDS, max_ranks: int = MAX_RANKS) -> Model:
     """One to four tensors of any size, smaller and larger than the mesh."""
     kind = draw(st.sampled_from(kinds))
-    mesh = draw(meshes(num_axes(kind), max_ranks))
+    mesh = draw(meshes(len(placements_by_kind(1)[kind]), max_ranks))
     shapes: list[tuple[int, ...]] = []
     views: list[tuple[MatrixView, ...]] = []
     for _ in range(draw(st.integers(1, 4))):

@@ -6,7 +6,6 @@ import copy
 import itertools
 import json
 from collections.abc import Callable
-from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -195,22 +194,21 @@ def test_a_damaged_state_or_that_of_another_run_is_refused(
 
 def test_other_operator_types() -> None:
     # Fewer and more than the model has, before and after the world has met.
-    for name in (WQ, "layers.0.feed_forward.w2.weight"):
-        shapes = {**runs.SHAPES, name: (8, 13)} if name != WQ else {NORM: (8,), WQ: (12, 8)}
+    more = {**runs.SHAPES, "layers.0.feed_forward.w2.weight": (8, 13)}
+    for shapes in ({NORM: (8,), WQ: (12, 8)}, more):
         model, optimizer = runs.make(shapes=shapes)
         runs.train(model, optimizer, 1, 5)
         control = optimizer.control_state_dict()
-        for steps in (0, 3):
-            target, loaded = runs.make()
-            runs.train(target, loaded, 1, steps)
-            before = loaded.control_state_dict()
-            refused: partial[object] = partial(loaded.load_control_state_dict, control)
-            if steps == 0:  # until the world has met, this rank may not know all types
-                refused()
-                refused = partial(runs.train, target, loaded, 1, 1)
-            with pytest.raises(ValueError, match="operator types"):
-                refused()
-            assert steps == 0 or loaded.control_state_dict() == before
+        target, loaded = runs.make()
+        loaded.load_control_state_dict(control)  # until then this rank may not know all types
+        with pytest.raises(ValueError, match="operator types"):
+            runs.train(target, loaded, 1, 1)
+        target, loaded = runs.make()
+        runs.train(target, loaded, 1, 3)
+        before = loaded.control_state_dict()
+        with pytest.raises(ValueError, match="operator types"):
+            loaded.load_control_state_dict(control)
+        assert loaded.control_state_dict() == before
 
 
 @pytest.mark.parametrize("origin", ["Muon", "AdamW", "SGD"])

@@ -86,7 +86,6 @@ def test_the_page_shows_the_record() -> None:
     )
 
 
-SHAPES = dict[str, tuple[int, ...]]
 QKV = ("attn_q", "attn_k", "attn_v")
 PHI = "layers.0.self_attn.qkv_proj.weight"
 
@@ -134,7 +133,9 @@ DOWN = "layers.0.mlp.experts.down_proj"
         ({GATE_UP: (2, 12, 8)}, ("expert_gate_up", ((0, 1), (0, 12), (0, 8)))),
     ],
 )
-def test_parts_of_fused_experts(shapes: SHAPES, expected: tuple[str, object]) -> None:
+def test_parts_of_fused_experts(
+    shapes: dict[str, tuple[int, ...]], expected: tuple[str, object]
+) -> None:
     views = classify(GATE_UP, shapes[GATE_UP], shapes=shapes)
     assert views is not None
     assert views[0].boxes is not None

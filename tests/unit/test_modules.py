@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from amo_dist import Muon, MuonConfig, NorMuon, param_groups
+from amo_dist.operators.views import MatrixView
 from tests.distributed.models import build, gradient, initial
 from tests.operators import views_of
 
@@ -116,11 +118,9 @@ def attention(**shapes: tuple[int, int]) -> nn.Module:
     return module
 
 
-def rows_by_type(views: Any) -> dict[str, list[tuple[int, int]]]:
-    rows: dict[str, list[tuple[int, int]]] = {}
-    for view in views:
-        rows.setdefault(view.operator_type, []).extend(box[0] for box in view.boxes)
-    return rows
+def rows_of(views: Sequence[MatrixView]) -> list[str]:
+    boxes = sorted((box[0], view.operator_type) for view in views for box in view.boxes or ())
+    return [f"{kind} {start}-{stop}" for (start, stop), kind in boxes]
 
 
 @pytest.mark.parametrize("names", [("self_attn", "q_proj", "o_proj"), ("attn", "wq", "wo")])
@@ -132,8 +132,7 @@ def test_queries_and_gates_in_turn_by_head(names: tuple[str, str, str]) -> None:
     assert [view.operator_type for view in views] == ["attn_q_gate"]  # no module gives the heads
     module.head_dim = 4
     views = views_of(model)[f"layers.0.{block}.{query}.weight"]
-    expected = {"attn_q": [(0, 4), (8, 12)], "attn_gate": [(4, 8), (12, 16)]}
-    assert rows_by_type(views) == expected
+    assert rows_of(views) == ["attn_q 0-4", "attn_gate 4-8", "attn_q 8-12", "attn_gate 12-16"]
     views = views_of(model, per_head=True)[f"layers.0.{block}.{query}.weight"]
     assert [view.operator_type for view in views] == ["attn_q", "attn_q", "attn_gate"]
 
@@ -145,17 +144,12 @@ def test_linear_attention_in_one_projection() -> None:
     module.head_k_dim, module.head_v_dim = 2, 3
     model = within("layers.0.linear_attn", module)
     views = views_of(model)
-    assert rows_by_type(views["layers.0.linear_attn.in_proj_qkv.weight"]) == {
-        "attn_q": [(0, 4)],
-        "attn_k": [(4, 8)],
-        "attn_v": [(8, 20)],
-    }
-    assert rows_by_type(views["layers.0.linear_attn.in_proj_qkvz.weight"]) == {
-        "attn_q": [(0, 2), (16, 18)],
-        "attn_k": [(2, 4), (18, 20)],
-        "attn_v": [(4, 10), (20, 26)],
-        "attn_gate": [(10, 16), (26, 32)],
-    }
+    found = rows_of(views["layers.0.linear_attn.in_proj_qkv.weight"])
+    assert found == ["attn_q 0-4", "attn_k 4-8", "attn_v 8-20"]
+    assert rows_of(views["layers.0.linear_attn.in_proj_qkvz.weight"]) == [
+        *("attn_q 0-2", "attn_k 2-4", "attn_v 4-10", "attn_gate 10-16"),
+        *("attn_q 16-18", "attn_k 18-20", "attn_v 20-26", "attn_gate 26-32"),
+    ]
     heads = views_of(model, per_head=True)["layers.0.linear_attn.in_proj_qkv.weight"]
     assert [view.operator_type for view in heads].count("attn_v") == 4
 

@@ -7,7 +7,6 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amo_dist.kernels import elementwise
@@ -27,19 +26,13 @@ KJ = ((3.4445, -4.7750, 2.0315),) * 5
 SHAPES = [(1, 1), (1, 9), (7, 7), (16, 48), (33, 99), (99, 33), (64, 65), (130, 400), (400, 130)]
 
 
-def unit_matrix(m: int, n: int) -> Tensor:
-    """Float64, Gaussian, of a Frobenius norm below one."""
-    generator = torch.Generator().manual_seed(m)
-    x = torch.randn(m, n, generator=generator, dtype=torch.float64)
-    return x / (1.01 * x.norm())
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("steps", [1, 2, 5, 6])
 @pytest.mark.parametrize("batch", [(), (3,)])
 def test_both_forms_are_one_map(shape: tuple[int, int], steps: int, batch: tuple[int, ...]) -> None:
     coefficients = compose(1e-2, steps)
-    x = unit_matrix(*shape)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(shape[0]), dtype=torch.float64)
+    x /= 1.01 * x.norm()
     if batch:
         x = torch.stack([x, -x, x.flip(0)])
     before, short = x.clone(), x.mT if shape[0] > shape[1] else x

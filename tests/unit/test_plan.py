@@ -10,7 +10,6 @@ import os
 import random
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,9 +31,9 @@ from amo_dist.schedule.plan import (
 from amo_dist.schedule.polar_express import error_curve, schedule_for
 from amo_dist.schedule.source import Amo
 from amo_dist.schedule.types import MatrixInfo, Measurement, Schedule
+from tests.examples import ROOT
 from tests.sources import MEASURED, distance, plan_of, planned
 
-GOLDEN = Path(__file__).parents[1] / "golden"
 # Powers round otherwise than products, and a schedule that maps 1 close to 0 multiplies what is
 # lost there: a few times 1e-12 were seen.
 ROUNDING = 1e-10
@@ -261,7 +260,7 @@ def test_largest_remainder_ties_go_to_the_earlier_type() -> None:
 
 
 def test_a_plan_that_starves_hard_types_warns() -> None:
-    golden = json.loads((GOLDEN / "locked_schedules.json").read_text())["Qwen3-1.7B"]
+    golden = json.loads((ROOT / "tests/golden/locked_schedules.json").read_text())["Qwen3-1.7B"]
     targets = {name: row["ell_target"] for name, row in golden.items()}
     config = AMOConfig.paper(budget_ratio=0.6857)
     plan = plan_paper(config, targets)

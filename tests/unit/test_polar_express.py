@@ -20,7 +20,6 @@ def grid(low: float, high: float, points: int = 2000) -> list[float]:
     return [low + (high - low) * i / points for i in range(points + 1)]
 
 
-@settings(deadline=None)
 @given(ell=st.floats(CUSHION, 0.9999))
 def test_one_step_is_the_best_quintic(ell: float) -> None:
     """By Chebyshev's theorem: no point errs more than the ends, with alternating signs."""
@@ -37,7 +36,7 @@ def test_one_step_is_the_best_quintic(ell: float) -> None:
     assert max(errors[third:]) == pytest.approx(level, rel=1e-2, abs=rounding)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(ell=ELLS, steps=st.integers(1, 10))
 def test_the_composition_maps_into_its_last_interval(ell: float, steps: int) -> None:
     low = simulate(ell, steps)
