@@ -205,8 +205,7 @@ def heads_told(
     ``per_head=True`` refuses.
     """
     shapes = {name: shape for name, (shape, _, _) in parameters.items()}
-    counts: dict[str, Counter[str]] = defaultdict(Counter)
-    rows: dict[str, int] = {}
+    counts: dict[tuple[str, int], Counter[str]] = defaultdict(Counter)
     sites, refused = sites_of(parameters), set[str]()
     for name, matrices in held.items():
         types = {view.operator_type for view in matrices}
@@ -214,23 +213,22 @@ def heads_told(
             refused.add("interleaved: a pattern")
         if not any(map(in_heads, types)):
             continue
-        heads = sites[name].heads
-        if not heads.query:
+        rows = sites[name].heads.query
+        if not rows:
             refused.add("unknown: rows")
             continue
-        attention = name.rsplit(".", 1 + name.endswith(".weight"))[0]
-        rows[attention] = heads.query
         try:
             views, _ = find_views(name, {}, shapes, sites[name], per_head=True)
         except ValueError:
             refused.add("other rows: a pattern")
             continue
-        counts[attention] += Counter(view.operator_type[-3:] for view in views or ())
+        attention = name.rsplit(".", 1 + name.endswith(".weight"))[0]
+        counts[attention, rows] += Counter(view.operator_type[-3:] for view in views or ())
     kinds = []
-    for attention, each in counts.items():
+    for (_, rows), each in counts.items():
         queries, keys = each["n_q"] + each["q_b"], each["n_k"] + each["k_b"]
         number = f"{queries}" if queries == keys else f"{queries}/{keys}"
-        kinds.append(f"{number} x {rows[attention]}")
+        kinds.append(f"{number} x {rows}")
     return [*dict.fromkeys(kinds), *sorted(refused)] or ["none"]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,13 +51,8 @@ class Oracle:
         self.schedules = dict(schedules or {})
         self.buffers = {name: torch.zeros_like(params[name], dtype=torch.float32) for name in types}
         rest = [param for name, param in params.items() if name not in types]
-        self.adamw = (
-            torch.optim.AdamW(
-                rest, lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay, foreach=False
-            )
-            if rest
-            else None
-        )
+        options: Any = {"betas": (0.9, 0.95), "weight_decay": weight_decay, "foreach": False}
+        self.adamw = torch.optim.AdamW(rest, lr, **options) if rest else None
         self.moments: dict[str, Tensor] = {}
         self.step_number = 0
         self.source: Amo | None = None

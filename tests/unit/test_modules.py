@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from amo_dist import Muon, MuonConfig, NorMuon, param_groups
 from amo_dist.operators.views import MatrixView
-from tests.distributed.models import build, gradient, initial
+from tests.distributed.models import gradient
 from tests.operators import views_of
 
 
@@ -36,18 +37,23 @@ def within(name: str, module: nn.Module) -> nn.Module:
 
 
 def trained(
-    model: nn.Module, kind: type[Muon], *, is_transposed: bool = False, **options: Any
+    model: nn.Module,
+    kind: type[Muon],
+    how: str = "nearest",
+    *,
+    is_transposed: bool = False,
+    **options: Any,
 ) -> Tensor:
     """The only weight after three steps, with gradients that depend on its entries' order alone.
 
     A scale shows which dim counts outputs; NorMuon has its own.
     """
     scale = "match_rms_adamw" if kind is NorMuon else "spectral"
-    config = MuonConfig(adjust_lr=scale, ns_dtype="float64")
+    config = MuonConfig(adjust_lr=scale, ns_dtype="float64", bfloat16_params=how)
     (param,) = model.parameters()
 
     def values(step: int) -> Tensor:
-        numbers = gradient(0, step, "", (param.numel(),))
+        numbers = gradient(0, step, "", (param.numel(),)).to(param.dtype)
         if is_transposed:
             return numbers.view(param.T.shape).T.contiguous()
         return numbers.view(param.shape)
@@ -82,8 +88,14 @@ def test_outputs_of_conv1d_are_columns(kind: type[Muon], patterns: dict[str, str
         (nn.ConvTranspose1d(16, 8, 3, bias=False), 16),
     ],
 )
-def test_a_convolution_is_one_matrix(kind: type[Muon], module: nn.Module, rows: int) -> None:
-    model = within("blocks.0.conv", module)
+@pytest.mark.parametrize(
+    ("dtype", "how"),
+    [(torch.float32, "nearest"), (torch.bfloat16, "nearest"), (torch.bfloat16, "master")],
+)
+def test_a_convolution_is_one_matrix(
+    kind: type[Muon], module: nn.Module, rows: int, dtype: torch.dtype, how: str
+) -> None:
+    model = within("blocks.0.conv", copy.deepcopy(module)).to(dtype)
     assert views_of(model, patterns={r".*conv\.weight": "adamw"}) == {}
     (views,) = views_of(model, flatten_conv=True).values()
     is_transposed = isinstance(module, nn.ConvTranspose1d)
@@ -91,24 +103,8 @@ def test_a_convolution_is_one_matrix(kind: type[Muon], module: nn.Module, rows: 
     assert views_of(model, patterns={r".*conv\.weight": "conv"}).popitem()[1] == views
     columns = math.prod(next(model.parameters()).shape) // rows
     twin = Conv1D(columns, rows) if is_transposed else nn.Linear(columns, rows, bias=False)
-    expected = trained(within("blocks.0.conv", twin), kind, patterns={r".*": "conv"})
-    assert torch.equal(trained(model, kind, flatten_conv=True).flatten(1), expected)
-
-
-@pytest.mark.parametrize("how", ["nearest", "master"])
-def test_a_convolution_of_bfloat16_is_rounded_as_the_matrix_that_it_is(how: str) -> None:
-    shape, params = (8, 4, 3, 2), []
-    for flat in (False, True):
-        tensor = initial("layers.0.conv.weight", shape).bfloat16()
-        model = build({"layers.0.conv.weight": tensor.flatten(1) if flat else tensor})
-        groups = param_groups(model, patterns={r".*": "conv"}, flatten_conv=True)
-        optimizer = Muon(groups, lr=1e-2, config=MuonConfig(bfloat16_params=how))
-        for step in range(4):
-            for param in model.parameters():
-                param.grad = gradient(0, step, "", (8, 24)).view(param.shape).bfloat16()
-            optimizer.step()
-        params.append(next(model.parameters()).detach().flatten(1))
-    assert torch.equal(*params)
+    expected = trained(within("blocks.0.conv", twin).to(dtype), kind, how, patterns={".*": "conv"})
+    assert torch.equal(trained(model, kind, how, flatten_conv=True).flatten(1), expected)
 
 
 def attention(**shapes: tuple[int, int]) -> nn.Module:

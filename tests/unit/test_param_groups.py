@@ -13,24 +13,28 @@ from tests import runs
 from tests.distributed import models
 from tests.operators import module_of, pasted, types_of
 
+BLOCK = {
+    "tok_embeddings.weight": (10, 4),
+    "layers.0.attention.wq.weight": (4, 4),
+    "layers.0.attention.wq.bias": (4,),
+    "layers.0.feed_forward.w1.weight": (8, 4),
+    "layers.1.attention.wq.weight": (4, 4),
+    "layers.1.feed_forward.w1.weight": (8, 4),
+    "norm.weight": (4,),
+}
+
 
 def test_groups_of_a_decoder() -> None:
-    types = {
-        "attention.qkv_linear.wq.weight": "attn_q",
-        "attention.wo.weight": "attn_o",
-        "feed_forward.w1.weight": "mlp_gate",
-    }
-    expected = {f"layers.{n}.{tail}": kind for n in range(2) for tail, kind in types.items()}
-    shapes = {"tok_embeddings.weight": (10, 4), **dict.fromkeys(expected, (4, 4)), "norm": (4,)}
-    model = module_of(shapes)
-    muon, adamw = param_groups(model)
-    assert types_of(model) == expected
+    kinds = {"attention.wq.weight": "attn_q", "feed_forward.w1.weight": "mlp_gate"}
+    expected = {f"layers.{n}.{tail}": kind for n in range(2) for tail, kind in kinds.items()}
+    muon, adamw = param_groups(module_of(BLOCK))
+    assert types_of(module_of(BLOCK)) == expected
     assert [name for name, _ in muon["params"]] == list(muon["matrix_views"])
-    assert {name for name, _ in muon["params"] + adamw["params"]} == shapes.keys()
+    assert {name for name, _ in muon["params"] + adamw["params"]} == BLOCK.keys()
     assert muon.keys() == {"params", "algorithm", "matrix_views"}
     assert adamw.keys() == {"params", "algorithm"}
     assert (muon["algorithm"], adamw["algorithm"]) == ("muon", "adamw")
-    assert muon["matrix_views"]["layers.0.attention.wo.weight"] == (MatrixView("", "attn_o", None),)
+    assert muon["matrix_views"]["layers.0.attention.wq.weight"] == (MatrixView("", "attn_q", None),)
 
 
 @pytest.mark.parametrize("name", ["experts.w2", "routed_experts.inner_experts.w2_EDF"])
@@ -41,17 +45,6 @@ def test_each_expert_is_a_matrix(name: str) -> None:
     (views,) = muon["matrix_views"].values()
     assert [view.suffix for view in views] == ["[0]", "[1]", "[2]"]
     assert views[1].boxes == (((1, 2), (0, 4), (0, 8)),)
-
-
-BLOCK = {
-    "tok_embeddings.weight": (10, 4),
-    "layers.0.attention.wq.weight": (4, 4),
-    "layers.0.attention.wq.bias": (4,),
-    "layers.0.feed_forward.w1.weight": (8, 4),
-    "layers.1.attention.wq.weight": (4, 4),
-    "layers.1.feed_forward.w1.weight": (8, 4),
-    "norm.weight": (4,),
-}
 
 
 def test_frozen_parameters_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,10 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from amo_dist import AMO, AMOConfig, Fused, Muon, MuonConfig
-from amo_dist.operators.groups import param_groups
+from amo_dist import AMO, Fused, Muon
 from tests import runs
-from tests.distributed import models
 from tests.operators import module_of, views_of
 
 Q, K = "layers.0.attention.wq.weight", "layers.0.attention.wk.weight"
@@ -75,27 +73,15 @@ def test_unknown_matrices_stay_whole_beside_heads() -> None:
     assert (found[Q], found["layers.0.odd"]) == (4, 1)
 
 
-FIELDS: dict[str, Any] = {"ns_dtype": "float32"}
-ADAPTIVE = AMOConfig(observe_until=4, observe_every=2, transition_steps=2, **FIELDS)
-
-
-@pytest.mark.parametrize(
-    ("cls", "config", "step"),
-    [
-        (Muon, MuonConfig(**FIELDS), 2),
-        (AMO, ADAPTIVE, 3),  # observing
-        (AMO, ADAPTIVE, 5),  # on its way to the plan
-        (AMO, ADAPTIVE, 7),  # locked
-    ],
-)
+# AMO observes, is on its way to the plan, and is locked.
+@pytest.mark.parametrize(("cls", "step"), [(Muon, 2), (AMO, 3), (AMO, 5), (AMO, 7)])
 @pytest.mark.parametrize("before", [False, True])
 def test_a_run_may_change_per_head_between_checkpoints(
-    cls: type[Muon], config: Any, step: int, before: bool
+    cls: type[Muon], step: int, before: bool
 ) -> None:
     def make(per_head: bool) -> tuple[nn.Module, Muon]:
         shapes = {**GROUPED, "layers.0.attention.wv.weight": (6, 8)}
-        model = told(models.plain_model(shapes), head_dim=3)
-        return model, cls(param_groups(model, per_head=per_head), lr=0.1, config=config)
+        return runs.make(kind=cls, shapes=shapes, groups={"per_head": 3 if per_head else False})
 
     model, optimizer = make(before)
     runs.train(model, optimizer, 1, step)

@@ -83,14 +83,8 @@ def test_newton_schulz_takes_the_memory_that_is_counted(
     matrices = [torch.randn(shape).to(dtype) for _ in range(count)]
 
     def run() -> Tensor:
-        return newton_schulz.orthogonalize(
-            torch.stack(matrices),
-            coefficients,
-            norm_scale=1.01,
-            preconditioner="frobenius",
-            dtype=dtype,
-            backend=backend,
-        )
+        batch = torch.stack(matrices)
+        return newton_schulz.orthogonalize(batch, coefficients, dtype=dtype, backend=backend)
 
     counted = newton_schulz_bytes(count, shape, dtype.itemsize)
     # An even number of steps in pairs alone holds less than a single step.
