@@ -12,8 +12,9 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 
 from amo_dist import Fused, qk_clip_
 from tests.examples import blocks
+from tests.unit.test_modules import Conv1D, within
 
-HEADS, SIZE, DIM = 4, 3, 8
+HEADS, SIZE, DIM = 4, 3, 12
 # Relative to the largest logit: factors are float32, and weights here float64.
 NEAR = 1e-5
 
@@ -24,17 +25,13 @@ class Attention(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind, self.head_dim = kind, SIZE
-        rows = HEADS * SIZE
         if kind == "apart":
-            self.q_proj = nn.Linear(DIM, rows)
-            self.k_proj = nn.Linear(DIM, rows)
+            self.q_proj, self.k_proj = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
         elif kind == "columns":
-            self.c_attn = nn.Module()
-            self.c_attn.weight = nn.Parameter(torch.randn(DIM, 3 * DIM))
+            self.c_attn = Conv1D(3 * DIM, DIM)
             self.c_attn.bias = nn.Parameter(torch.randn(3 * DIM))
-            self.head_dim = DIM // HEADS
         else:
-            self.query_key_value = nn.Linear(DIM, 3 * rows)
+            self.query_key_value = nn.Linear(DIM, 3 * DIM)
 
     def logits(self, x: Tensor) -> Tensor:
         """Of each head, ``(heads, tokens, tokens)``."""
@@ -43,18 +40,15 @@ class Attention(nn.Module):
         elif self.kind == "columns":
             q, k, _ = (x @ self.c_attn.weight + self.c_attn.bias).chunk(3, dim=-1)
         else:
-            fused = self.query_key_value(x).view(len(x), HEADS, 3, SIZE)
-            q, k = fused[:, :, 0].flatten(1), fused[:, :, 1].flatten(1)
-        q, k = (each.view(len(x), -1, self.head_dim).transpose(0, 1) for each in (q, k))
+            q, k, _ = self.query_key_value(x).view(len(x), HEADS, 3, SIZE).unbind(2)
+        q, k = (each.reshape(len(x), HEADS, SIZE).transpose(0, 1) for each in (q, k))
         return q @ k.transpose(1, 2)
 
 
 def model_of(kind: str) -> tuple[nn.Module, Attention]:
     torch.manual_seed(0)
-    model = nn.Module()
-    model.layers = nn.ModuleList([nn.Module()])
-    attention = model.layers[0].attn = Attention(kind)
-    return model, attention
+    attention = Attention(kind)
+    return within("layers.0.attn", attention), attention
 
 
 @pytest.mark.parametrize("kind", ["apart", "columns", "in turn"])
@@ -66,11 +60,10 @@ def test_logits_of_heads_above_the_threshold_fall_to_it(kind: str) -> None:
     before = attention.logits(x)
     greatest = before.amax(dim=(1, 2))
     threshold = greatest.median().item()
-    one = [("attn_q", 12), ("attn_k", 12), ("attn_v", 12)]
-    patterns = {r".*query_key_value\.weight": Fused(tuple(one), groups=HEADS)}
+    one = (("attn_q", DIM), ("attn_k", DIM), ("attn_v", DIM))
+    patterns = {r".*query_key_value\.weight": Fused(one, groups=HEADS)}
     given = patterns if kind == "in turn" else None
-    gammas = qk_clip_(model, {"layers.0.attn": greatest}, threshold, patterns=given)
-    gamma = gammas["layers.0.attn"]
+    (gamma,) = qk_clip_(model, {"layers.0.attn": greatest}, threshold, patterns=given).values()
     assert (gamma < 1).sum() >= 1
     after = attention.logits(x)
     near = NEAR * before.abs().max().item()

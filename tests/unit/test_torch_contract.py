@@ -134,24 +134,24 @@ def test_hooks_run() -> None:
 def test_complex_parameters_are_trained_by_adamw_as_pytorch_does() -> None:
     """Beside matrices; a NaN in an imaginary part is an error, too."""
     torch.manual_seed(0)
-    model = torch.nn.Module()
-    model.up_proj = torch.nn.Linear(8, 16, bias=False)
-    model.phases = torch.nn.Parameter(torch.randn(16, 3, dtype=torch.complex64))
-    twin = torch.nn.Parameter(model.phases.detach().clone())
+    up = nn.Parameter(torch.randn(16, 8))
+    phases = nn.Parameter(torch.randn(16, 3, dtype=torch.complex64))
+    model = models.build({"up_proj.weight": up, "phases": phases})
+    twin = nn.Parameter(phases.detach().clone())
     options = {"lr": 0.01, "weight_decay": 0.1, "betas": (0.9, 0.95)}
     groups = param_groups(model, patterns={r"up_proj\.weight": "mlp_up"})
     optimizer = Muon(groups, **options)
     expected = torch.optim.AdamW([twin], foreach=True, **options)
     for _ in range(3):
-        model.up_proj.weight.grad = torch.randn_like(model.up_proj.weight)
-        model.phases.grad = twin.grad = torch.randn_like(twin)
+        up.grad = torch.randn_like(up)
+        phases.grad = twin.grad = torch.randn_like(twin)
         optimizer.step()
         expected.step()
-        assert torch.equal(model.phases, twin)
-    model.phases.grad = torch.full_like(twin, complex(0.0, float("nan")))
+        assert torch.equal(phases, twin)
+    phases.grad = torch.full_like(twin, complex(0.0, float("nan")))
     with pytest.raises(NonFiniteGradientError, match="phases"):
         optimizer.step()
-    assert torch.equal(model.phases, twin)
+    assert torch.equal(phases, twin)
 
 
 # ---------------------------------------------------------------- loads of other forms
