@@ -43,21 +43,24 @@ Line: TypeAlias = "tuple[Shape, str, str]"
 """Shape, class of the module with its heads, and what becomes of it, as `verdict` says it."""
 
 
-def verdict(classified: Classified) -> str:
+def verdict(found: Classified) -> str:
     """Operator types in the order of storage, ``by columns`` where they are, or ``adamw``;
     ``unknown`` where a pattern is asked for."""
-    views, reason = classified
+    views, reason = found
     if views is None:
         return "unknown" if reason == UNKNOWN else "adamw"
     kinds = "+".join(dict.fromkeys(view.operator_type for view in views))
     return kinds + (" by columns" if views[0].dim else "")
 
 
-def verdicts(parameters: Mapping[str, Line]) -> dict[str, str]:
-    """The verdict on each parameter of a model."""
+def classified(parameters: Mapping[str, Line]) -> dict[str, Line]:
+    """The parameters of a model, each with the verdict of today."""
     shapes = {name: shape for name, (shape, _, _) in parameters.items()}
     sites = sites_of(parameters)
-    return {name: verdict(find_views(name, {}, shapes, sites[name])) for name in shapes}
+    return {
+        name: (shape, kind, verdict(find_views(name, {}, shapes, sites[name])))
+        for name, (shape, kind, _) in parameters.items()
+    }
 
 
 def expand(lines: Mapping[str, str]) -> dict[str, Line]:
@@ -249,11 +252,7 @@ def main(families: list[str]) -> None:
         print(f"No model is built: {error}")
     for known in record.values():
         for family, lines in known.items():
-            parameters = expand(lines)
-            what = verdicts(parameters)
-            known[family] = compress(
-                {name: (shape, kind, what[name]) for name, (shape, kind, _) in parameters.items()}
-            )
+            known[family] = compress(classified(expand(lines)))
     RECORD.write_text(json.dumps(record, indent=1) + "\n")
     PAGE.write_text(fill(PAGE.read_text(), "families", table(record)))
 

@@ -63,7 +63,7 @@ def build(
 ) -> Model:
     """Lay out tensors; whole matrices, or one for each expert, where no views are given."""
     placements = placements_by_kind(mesh.shape[-1])[kind]
-    views = views or [default_views(shape) for shape in shapes]
+    views = views or [cut_views("x", shape, "attn_q", Site()) for shape in shapes]
     tensors = tuple(mesh_layout(shape, mesh, placements) for shape in shapes)
     matrices = tuple(
         make_matrix(f"p{index}{view.suffix}", tensor, index, view.boxes, view.dim)
@@ -71,10 +71,6 @@ def build(
         for view in views[index]
     )
     return Model(mesh, placements, tensors, tuple(views), matrices)
-
-
-def default_views(shape: tuple[int, ...]) -> tuple[MatrixView, ...]:
-    return cut_views("x", shape, "attn_q", Site())
 
 
 @st.composite
@@ -110,14 +106,12 @@ def models(draw: st.DrawFn, kinds: tuple[str, ...] = KINDS, max_ranks: int = MAX
     views: list[tuple[MatrixView, ...]] = []
     for _ in range(draw(st.integers(1, 4))):
         is_3d = kind.startswith(("experts", "ep"))
+        sizes, target = [draw(st.integers(1, 5))] if is_3d else [], "attn_q"
+        shape = (*sizes, draw(st.integers(1, 20)), draw(st.integers(1, 20)))
         if not is_3d and draw(st.booleans()):
             shape, target = draw(fused())
-            views.append(cut_views("x", shape, target, Site()))
-        else:
-            sizes = [draw(st.integers(1, 5))] if is_3d else []
-            shape = (*sizes, draw(st.integers(1, 20)), draw(st.integers(1, 20)))  # type: ignore[assignment]
-            views.append(default_views(shape))
         shapes.append(shape)
+        views.append(cut_views("x", shape, target, Site()))
     return build(kind, mesh, shapes, views)
 
 

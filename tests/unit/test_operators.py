@@ -4,8 +4,6 @@ import re
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from amo_dist.operators.views import Fused, MatrixView
 from tests.layouts import cut_view
@@ -104,12 +102,10 @@ def test_fused_rows_interleaved_by_group(heads: dict[str, int], rows: str) -> No
     assert {v.suffix: cut_view(v, parameter)[:, 0].tolist() for v in views} == expected
 
 
-@given(
-    dim=st.sampled_from([0, 1]),
-    groups=st.sampled_from([1, 2, 4]),
-    heads=st.sampled_from([{}, {"attn_q": 4}, {"attn_q": 2, "attn_k": 4, "attn_v": 1}]),
-    num_experts=st.sampled_from([None, 3]),
-)
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("heads", [{}, {"attn_q": 4}, {"attn_q": 2, "attn_k": 4, "attn_v": 1}])
+@pytest.mark.parametrize("num_experts", [None, 3])
 def test_fused_covers_every_entry_once(
     dim: int, groups: int, heads: dict[str, int], num_experts: int | None
 ) -> None:

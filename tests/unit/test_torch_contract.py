@@ -104,17 +104,15 @@ def test_hooks_run() -> None:
     model, optimizer = runs.make("plain", Muon)
     calls: list[str] = []
 
-    def note(own: Any) -> None:
-        calls.append("save")
-        own.state["test"] = 1  # as PyTorch's own test does
-
     def halve(own: Any, state: dict[str, Any]) -> dict[str, Any]:
         groups = [{**group, "lr": group["lr"] / 2} for group in state["param_groups"]]
         return {**state, "param_groups": groups}
 
     optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
     optimizer.register_step_post_hook(lambda *_: calls.append("after"))
-    optimizer.register_state_dict_pre_hook(note)
+    optimizer.register_state_dict_pre_hook(lambda own: calls.append("save"))
+    # As PyTorch's own test does.
+    optimizer.register_state_dict_pre_hook(lambda own: own.state.update(test=1))
     optimizer.register_state_dict_pre_hook(lambda own: calls.append("first"), prepend=True)
     optimizer.register_state_dict_post_hook(lambda own, state: {**state, "extra": 1})
     optimizer.register_load_state_dict_pre_hook(halve)
