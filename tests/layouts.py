@@ -106,8 +106,9 @@ def models(draw: st.DrawFn, kinds: tuple[str, ...] = KINDS, max_ranks: int = MAX
     views: list[tuple[MatrixView, ...]] = []
     for _ in range(draw(st.integers(1, 4))):
         is_3d = kind.startswith(("experts", "ep"))
-        sizes, target = [draw(st.integers(1, 5))] if is_3d else [], "attn_q"
-        shape = (*sizes, draw(st.integers(1, 20)), draw(st.integers(1, 20)))
+        sizes = [draw(st.integers(1, 5))] if is_3d else []
+        shape: tuple[int, ...] = (*sizes, draw(st.integers(1, 20)), draw(st.integers(1, 20)))
+        target: str | Fused = "attn_q"
         if not is_3d and draw(st.booleans()):
             shape, target = draw(fused())
         shapes.append(shape)

@@ -32,6 +32,7 @@ from amo_dist import (
     Schedule,
     param_groups,
 )
+from tests.distributed import models
 
 CPU = torch.device("cpu")
 SHORT = AMOConfig(observe_until=4, observe_every=2, sample_size=2, transition_steps=3)
@@ -76,9 +77,7 @@ def build(cls: type[Muon], params: Iterable[Any], **kwargs: Any) -> Muon:
             pytest.skip("ns_steps, ns_coefficients: AMO and ROOT choose coefficients themselves")
         triple = kwargs.get("ns_coefficients", (3.4445, -4.775, 2.0315))
         options["schedule"] = Schedule((triple,) * kwargs.get("ns_steps", 5))
-    model = nn.Module()
-    for index, param in enumerate(params):
-        model.register_parameter(f"p{index}", param)
+    model = models.build({f"p{index}": param for index, param in enumerate(params)})
     matrices = [name for name, param in model.named_parameters() if param.dim() == 2]
     return cls(param_groups(model, patterns=dict.fromkeys(matrices, "matrix")), **options)
 

@@ -27,13 +27,9 @@ class Conv1D(nn.Module):
 
 def within(name: str, module: nn.Module) -> nn.Module:
     """A model whose only module has this name."""
-    root = parent = nn.Module()
-    *path, last = name.split(".")
-    for part in path:
-        parent.add_module(part, nn.Module())
-        parent = parent.get_submodule(part)
-    parent.add_module(last, module)
-    return root
+    for part in reversed(name.split(".")):
+        module = nn.ModuleDict({part: module})
+    return module
 
 
 def trained(
