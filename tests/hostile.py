@@ -20,7 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.examples import ROOT
+
 QUICKSTART = str(ROOT / "configs" / "quickstart.toml")
 VALUES = (
     *("", "-1", "nan", "1e999", "9" * 5000, "x" * 300, "a\nb", "a\x1b[2J", "a\0b", "\udcff", "0/0"),
@@ -118,12 +119,9 @@ def problem(line: list[str]) -> str:
 @contextlib.contextmanager
 def corner() -> Iterator[None]:
     """A current folder with bad files in it."""
-    before = Path.cwd()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         fill(Path(folder))
-        os.chdir(folder)
         yield
-        os.chdir(before)
 
 
 def main() -> int:

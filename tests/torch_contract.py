@@ -21,17 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.testing._internal import common_optimizers as outside
 
-from amo_dist import (
-    AMO,
-    ROOT,
-    AdaMuon,
-    AMOConfig,
-    Muon,
-    MuonConfig,
-    NorMuon,
-    Schedule,
-    param_groups,
-)
+from amo_dist import AMO, ROOT, AdaMuon, AMOConfig, Muon, MuonConfig, NorMuon, param_groups
+from amo_dist.schedule.types import Schedule
 from tests.distributed import models
 
 CPU = torch.device("cpu")

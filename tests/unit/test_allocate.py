@@ -12,14 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from amo_dist.schedule.allocate import (
-    flop_budget,
-    greedy,
-    least_error,
-    ns_step_flops,
-    round_half_up,
-    step_budget,
-)
+from amo_dist.schedule import allocate
 
 Curves = list[dict[int, float]]
 
@@ -87,7 +80,8 @@ def test_the_least_error_is_that_of_all_allocations(found: Curves, data: Any) ->
         return sum((Fraction(c[k]) for c, k in zip(found, choice, strict=True)), Fraction(0))
 
     within = [choice for choice in choices if flops(choice) <= budget]
-    assert least_error(found, budget, costs) == min(within, key=lambda one: (cost(one), one))
+    best = min(within, key=lambda one: (cost(one), one))
+    assert allocate.least_error(found, budget, costs) == best
 
 
 @settings(max_examples=100)
@@ -97,7 +91,7 @@ def test_greedy_takes_the_first_of_the_best_pairs(kinds: Curves, data: Any) -> N
     low, high = min(found[0]), max(found[0])
     budget = data.draw(st.integers(low * len(found), high * len(found)))
     base = data.draw(st.integers(1, 8))
-    assert greedy(found, budget, base) == plain_greedy(found, budget, base)
+    assert allocate.greedy(found, budget, base) == plain_greedy(found, budget, base)
 
 
 @pytest.mark.parametrize(
@@ -105,15 +99,15 @@ def test_greedy_takes_the_first_of_the_best_pairs(kinds: Curves, data: Any) -> N
 )
 def test_step_budgets_are_rounded_half_up_exactly(ratio: float, expected: int) -> None:
     """The paper's list, where floats and banker's rounding give 24 and 38."""
-    assert step_budget(ratio, 7, 5) == expected
-    assert round_half_up(Fraction(5, 2)) == 3
+    assert allocate.step_budget(ratio, 7, 5) == expected
+    assert allocate.round_half_up(Fraction(5, 2)) == 3
 
 
 def test_flops() -> None:
     # X X^T, then its square, then its product with X; a multiply-add is two flops.
     m, n = 3, 5
-    assert ns_step_flops(m, n) == 2 * (m * m * n + m * m * m + m * m * n)
-    assert ns_step_flops(n, m) == ns_step_flops(m, n)
-    assert flop_budget(1.1, [6, 4], 3) == 33
+    assert allocate.ns_step_flops(m, n) == 2 * (m * m * n + m * m * m + m * m * n)
+    assert allocate.ns_step_flops(n, m) == allocate.ns_step_flops(m, n)
+    assert allocate.flop_budget(1.1, [6, 4], 3) == 33
     huge = 10**30 + 1
-    assert flop_budget(1.0, [huge, huge], 5) == 10 * huge
+    assert allocate.flop_budget(1.0, [huge, huge], 5) == 10 * huge

@@ -10,11 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+import torch.distributed.checkpoint.state_dict as dcp
 
 from amo_dist import AMO, ROOT, Muon, MuonConfig, NorMuon, UpdateRule, param_groups
 from amo_dist.state import control as controls
@@ -81,13 +77,13 @@ def test_resuming_continues_bit_for_bit(saved_at: int, options: dict[str, Any]) 
 def test_parameters_frozen_before_a_load_by_a_helper_are_named() -> None:
     model, optimizer = runs.make()
     runs.train(model, optimizer, 1, 2)
-    options = StateDictOptions(full_state_dict=True)
-    saved = get_optimizer_state_dict(model, optimizer, options=options)
+    options = dcp.StateDictOptions(full_state_dict=True)
+    saved = dcp.get_optimizer_state_dict(model, optimizer, options=options)
     resumed, other = runs.make()
     resumed.get_parameter(WQ).requires_grad_(False)
     # The helper leaves its state out, and zeros would stay in silence.
     with pytest.raises(ValueError, match=f"{WQ}: .*frozen"):
-        set_optimizer_state_dict(resumed, other, saved, options=options)
+        dcp.set_optimizer_state_dict(resumed, other, saved, options=options)
     other.load_state_dict(optimizer.state_dict())  # names its parameters, and holds all state
     momentum = other.state[resumed.get_parameter(WQ)]["momentum_buffer"]
     assert torch.equal(momentum, optimizer.state[model.get_parameter(WQ)]["momentum_buffer"])

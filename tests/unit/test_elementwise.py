@@ -7,13 +7,7 @@ import pytest
 import torch
 
 from amo_dist.kernels import elementwise
-from amo_dist.kernels.elementwise import (
-    apply_update,
-    drop_nonfinite,
-    exceed,
-    nesterov,
-    update_momentum,
-)
+from amo_dist.kernels.elementwise import apply_update, drop_nonfinite, update_momentum
 
 
 @pytest.fixture(params=["devices", "cpu"], autouse=True)
@@ -32,7 +26,7 @@ def test_nesterov_is_rounded_once_into_given_places(dtype: torch.dtype) -> None:
     buffer, grad = (torch.randn(shape) for _ in range(2))
     wide, flat = torch.zeros(shape[0], 200, dtype=dtype), torch.zeros(buffer.numel(), dtype=dtype)
     places = [wide[:, 30:160], flat.view(shape)]
-    nesterov([buffer] * 2, [grad] * 2, MOMENTUM, out=places)
+    elementwise.nesterov([buffer] * 2, [grad] * 2, MOMENTUM, out=places)
     expected = (buffer * MOMENTUM + grad).to(dtype)
     assert all(torch.equal(place, expected) for place in places)
     assert wide[:, :30].count_nonzero() == wide[:, 160:].count_nonzero() == 0
@@ -73,7 +67,7 @@ def test_entries_beyond_a_bound_are_found(dtype: torch.dtype) -> None:
     bad = [torch.full((), torch.nan), torch.tensor([1.0, -torch.inf]), torch.tensor([1.0, -2.0])]
     found, bounds = [each.to(dtype) for each in [*good, *bad]], [1.0, 1.1e30, 1.0, 1.0] + [1.5] * 3
     given = torch.tensor(bounds, dtype=torch.float64)
-    assert exceed(found, given).tolist() == [False] * 4 + [True] * 3
+    assert elementwise.exceed(found, given).tolist() == [False] * 4 + [True] * 3
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
@@ -97,7 +91,7 @@ def test_lists_with_gaps_between_rows_are_apart(monkeypatch: pytest.MonkeyPatch)
     spy = mock.Mock(wraps=torch._foreach_mul_)
     monkeypatch.setattr(torch, "_foreach_mul_", spy)
     buffers = [torch.ones(4, 6), torch.ones(4, 12)[:, :6], torch.ones(4, 6)]
-    elementwise.update_momentum(buffers, [torch.ones(4, 6)] * 3, 0.5)
+    update_momentum(buffers, [torch.ones(4, 6)] * 3, 0.5)
     lists = [[tensor.is_contiguous() for tensor in call.args[0]] for call in spy.mock_calls]
     assert sorted(lists) == [[False], [True, True]]
     assert all(buffer.eq(1.5).all() for buffer in buffers)

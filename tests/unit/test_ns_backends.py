@@ -11,15 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from amo_dist.kernels import elementwise
 from amo_dist.kernels import newton_schulz as module
-from amo_dist.kernels.newton_schulz import (
-    NS_BACKENDS,
-    orthogonalize,
-    run_steps,
-    safe_sizes,
-    standard,
-    step_sizes,
-    symmetric_product,
-)
+from amo_dist.kernels.newton_schulz import orthogonalize, run_steps, safe_sizes
 from amo_dist.schedule.polar_express import compose
 
 KJ = ((3.4445, -4.7750, 2.0315),) * 5
@@ -36,7 +28,7 @@ def test_both_forms_are_one_map(shape: tuple[int, int], steps: int, batch: tuple
     if batch:
         x = torch.stack([x, -x, x.flip(0)])
     before, short = x.clone(), x.mT if shape[0] > shape[1] else x
-    expected = standard(x, coefficients)
+    expected = module.standard(x, coefficients)
     halves = [1] * (steps % 2) + [2] * (steps // 2)
     for known in (None, short @ short.mT):
         for sizes in ([1] * steps, halves, halves[::-1]):
@@ -55,15 +47,15 @@ def test_blocks_of_a_symmetric_product_are_all_of_it(
     m: int, batch: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     x = torch.randn(*batch, m, 70, generator=torch.Generator().manual_seed(0)).to(dtype) / 8
-    added = symmetric_product(x)
-    found = symmetric_product(x, added, -0.7, 1.3)
+    added = module.symmetric_product(x)
+    found = module.symmetric_product(x, added, -0.7, 1.3)
     exact = -0.7 * added.double() + 1.3 * x.double() @ x.double().mT
     # One rounding of bfloat16, of entries up to about two; float64 sums of 70.
     atol = 1e-2 if dtype == torch.bfloat16 else 1e-13
     torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=atol)
 
 
-@pytest.mark.parametrize("backend", NS_BACKENDS)
+@pytest.mark.parametrize("backend", module.NS_BACKENDS)
 @pytest.mark.parametrize("preconditioner", ["frobenius", "aol"])
 @pytest.mark.parametrize("size", [70, 140])
 def test_every_backend_agrees_with_the_loop_of_single_steps(
@@ -130,7 +122,7 @@ def test_pairs_are_taken_where_they_save_time(
     backend: str, device: str, shape: tuple[int, int], wide: Sizes, narrow: Sizes
 ) -> None:
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
-        found = step_sizes(backend, shape, KJ, dtype, torch.device(device))
+        found = module.step_sizes(backend, shape, KJ, dtype, torch.device(device))
         assert found == (narrow if dtype.itemsize == 2 else wide)
 
 
@@ -148,7 +140,7 @@ def test_a_pair_is_safe_where_later_steps_bear_its_rounding() -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("requested", NS_BACKENDS)
+@pytest.mark.parametrize("requested", module.NS_BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_batch_is_the_loop_on_cuda(requested: str, dtype: torch.dtype) -> None:
     x = torch.randn(4, 136, 256, generator=torch.Generator().manual_seed(0)).cuda()

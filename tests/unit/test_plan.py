@@ -17,17 +17,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from amo_dist.config import AMOConfig
+from amo_dist.schedule import plan as plans
 from amo_dist.schedule.allocate import least_error
-from amo_dist.schedule.plan import (
-    ErrorCurve,
-    Plan,
-    best_curve,
-    candidates,
-    plan_paper,
-    plan_range,
-    remarks,
-    starved,
-)
+from amo_dist.schedule.plan import ErrorCurve, Plan, best_curve, plan_paper, starved
 from amo_dist.schedule.polar_express import error_curve, schedule_for
 from amo_dist.schedule.source import Amo
 from amo_dist.schedule.types import MatrixInfo, Measurement, Schedule
@@ -168,7 +160,7 @@ def test_the_range_is_relaxed_as_far_as_needed(
     plan = plan_of(config, {"attn_q": 1e-5, "mlp_up": 0.3})
     assert (plan.min_steps, plan.max_steps) == expected
     assert sum(plan.allocation) * 10 <= plan.budget
-    assert len(remarks(plan, config)) == 1
+    assert len(plans.remarks(plan, config)) == 1
 
 
 @pytest.mark.parametrize(
@@ -178,12 +170,12 @@ def test_the_range_is_relaxed_as_far_as_needed(
 def test_the_papers_range_is_relaxed_no_farther_than_needed(
     ratio: float, expected: tuple[int, int]
 ) -> None:
-    assert plan_range(AMOConfig.paper(budget_ratio=ratio), 7) == expected
+    assert plans.plan_range(AMOConfig.paper(budget_ratio=ratio), 7) == expected
 
 
 def test_the_best_ell_of_each_number_of_steps_and_ties_to_the_greater() -> None:
     config = AMOConfig(base_ell=2e-3)
-    tried = candidates(config)
+    tried = plans.candidates(config)
     # Ten a decade, to three digits; 2e-3 is one of them.
     grid = {float(f"{10 ** (i / 10):.3g}e{power}") for power in range(-5, -1) for i in range(10)}
     assert sorted(tried) == [(k, ell) for k in range(3, 8) for ell in sorted({*grid, 0.1})]
@@ -265,7 +257,7 @@ def test_a_plan_that_starves_hard_types_warns() -> None:
     config = AMOConfig.paper(budget_ratio=0.6857)
     plan = plan_paper(config, targets)
     (line,) = starved(plan)
-    assert line in remarks(plan, config)
+    assert line in plans.remarks(plan, config)
     hardest = min(targets, key=lambda name: targets[name])
     assert hardest in line
     assert starved(plan_paper(AMOConfig.paper(), {"a": 1e-4, "b": 0.5})) == []
