@@ -43,10 +43,10 @@ Line: TypeAlias = "tuple[Shape, str, str]"
 """Shape, class of the module with its heads, and what becomes of it, as `verdict` says it."""
 
 
-def verdict(found: Classified) -> str:
+def verdict(classification: Classified) -> str:
     """Operator types in the order of storage, ``by columns`` where they are, or ``adamw``;
     ``unknown`` where a pattern is asked for."""
-    views, reason = found
+    views, reason = classification
     if views is None:
         return "unknown" if reason == UNKNOWN else "adamw"
     kinds = "+".join(dict.fromkeys(view.operator_type for view in views))
@@ -228,8 +228,8 @@ def heads_told(
         attention = name.rsplit(".", 1 + name.endswith(".weight"))[0]
         counts[attention, rows] += Counter(view.operator_type[-3:] for view in views or ())
     kinds = []
-    for (_, rows), each in counts.items():
-        queries, keys = each["n_q"] + each["q_b"], each["n_k"] + each["k_b"]
+    for (_, rows), numbers in counts.items():
+        queries, keys = numbers["n_q"] + numbers["q_b"], numbers["n_k"] + numbers["k_b"]
         number = f"{queries}" if queries == keys else f"{queries}/{keys}"
         kinds.append(f"{number} x {rows}")
     return [*dict.fromkeys(kinds), *sorted(refused)] or ["none"]

@@ -30,7 +30,7 @@ def test_a_runs_plan_is_shown_and_made_again(
     assert capsys.readouterr().out == f"{plan}\n"
     assert main(TWO) == 0
     assert "attn_q" in capsys.readouterr().out
-    for ratio in (0.8, 1.0, 1.2):  # of other allocations each
+    for ratio in (0.8, 1.0, 1.2):  # three allocations
         again = planned(capsys, "plan", "--plan", str(file), f"--budget-ratio={ratio}")
         assert again.allocation == plan_of(AMOConfig(budget_ratio=ratio)).allocation
     paper = planned(capsys, *TWO)

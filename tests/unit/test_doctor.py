@@ -69,7 +69,7 @@ def test_the_roll_names_missing_and_unlike_ranks(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(
     ("name", "off"),
-    [("orthogonalize", lambda x: x * 1.1), ("spectrum", lambda found: (found[0] * 1.01, found[1]))],
+    [("orthogonalize", lambda x: x * 1.1), ("spectrum", lambda x: (x[0] * 1.01, x[1]))],
 )
 def test_a_planted_fault_is_found(
     name: str, off: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch

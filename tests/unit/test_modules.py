@@ -131,8 +131,8 @@ def test_linear_attention_in_one_projection() -> None:
     module.head_k_dim, module.head_v_dim = 2, 3
     model = within("layers.0.linear_attn", module)
     views = views_of(model)
-    found = rows_of(views["layers.0.linear_attn.in_proj_qkv.weight"])
-    assert found == ["attn_q 0-4", "attn_k 4-8", "attn_v 8-20"]
+    rows = rows_of(views["layers.0.linear_attn.in_proj_qkv.weight"])
+    assert rows == ["attn_q 0-4", "attn_k 4-8", "attn_v 8-20"]
     assert rows_of(views["layers.0.linear_attn.in_proj_qkvz.weight"]) == [
         *("attn_q 0-2", "attn_k 2-4", "attn_v 4-10", "attn_gate 10-16"),
         *("attn_q 16-18", "attn_k 18-20", "attn_v 20-26", "attn_gate 26-32"),

@@ -117,7 +117,7 @@ def test_no_decay_and_multipliers_split_the_groups() -> None:
         assert list(group["matrix_views"]) == [name for name, _ in group["params"]]
 
 
-def test_expressions_may_match_nothing_where_asked_for_and_what_an_earlier_one_covers() -> None:
+def test_unused_expressions_pass_where_allowed_or_covered() -> None:
     unused: dict[str, Any] = {"patterns": {"atention": "attn_q"}, "lr_multipliers": {"layers": 2.0}}
     assert len(param_groups(module_of(BLOCK), allow_unused=True, no_decay=["norm"], **unused)) == 2
     covered = {".*wq.weight": "attn_q", "layers.0.attention.wq.weight": None}

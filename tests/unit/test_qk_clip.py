@@ -41,7 +41,7 @@ class Attention(nn.Module):
             q, k, _ = (x @ self.c_attn.weight + self.c_attn.bias).chunk(3, dim=-1)
         else:
             q, k, _ = self.query_key_value(x).view(len(x), HEADS, 3, SIZE).unbind(2)
-        q, k = (each.reshape(len(x), HEADS, SIZE).transpose(0, 1) for each in (q, k))
+        q, k = (part.reshape(len(x), HEADS, SIZE).transpose(0, 1) for part in (q, k))
         return q @ k.transpose(1, 2)
 
 

@@ -54,22 +54,22 @@ def save(folder: Path, content: Mapping[str, Any], *, sums: bool = False) -> Pat
 Door = Callable[[dict[str, Any], Path], None]
 
 
-def plain_recipe(found: dict[str, Any], folder: Path) -> None:
-    dcp.load(found, storage_reader=CheckpointReader(folder), no_dist=True)
+def plain_recipe(content: dict[str, Any], folder: Path) -> None:
+    dcp.load(content, storage_reader=CheckpointReader(folder), no_dist=True)
 
 
-def torchtitan(found: dict[str, Any], folder: Path) -> None:
-    loading.load(found, str(folder))
+def torchtitan(content: dict[str, Any], folder: Path) -> None:
+    loading.load(content, str(folder))
 
 
-def pytorch(found: dict[str, Any], folder: Path) -> None:
-    dcp.load(found, checkpoint_id=folder, no_dist=True)
+def pytorch(content: dict[str, Any], folder: Path) -> None:
+    dcp.load(content, checkpoint_id=folder, no_dist=True)
 
 
 def read(folder: Path, door: Door = plain_recipe) -> dict[str, Any]:
-    found = state()
-    door(found, folder)
-    return found
+    content = state()
+    door(content, folder)
+    return content
 
 
 def refusal(folder: Path, door: Door = plain_recipe) -> str:
