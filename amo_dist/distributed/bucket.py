@@ -99,10 +99,10 @@ class Bucket:
             return places
 
         if self.moves:
-            self._momentum_out, self._momentum_in, self._results_out, self._results_in = sides
+            self._to_owners, self._from_holders, self._to_holders, self._from_owners = sides
             self._arrivals = [place.tensor for place in in_wholes(plan.from_holders)]
             self._departures = [place.tensor for place in in_wholes(plan.to_holders)]
-            self.outgoing, self.incoming = self._momentum_out.places, self._results_in.places
+            self.outgoing, self.incoming = self._to_owners.places, self._from_owners.places
         else:
             self.outgoing, self.incoming = in_wholes(plan.to_owners), in_wholes(plan.from_owners)
 
@@ -110,12 +110,12 @@ class Bucket:
         """Send the momentum in ``outgoing`` into the ``wholes`` of owners; pauses on its way."""
         if self.moves:
             with record_function("amo::gather"):
-                work = self._exchange(self._momentum_out, self._momentum_in)
+                work = self._exchange(self._to_owners, self._from_holders)
             yield
             with record_function("amo::gather"):
                 work.wait()
                 if self._arrivals:
-                    parts = [place.tensor for place in self._momentum_in.places]
+                    parts = [place.tensor for place in self._from_holders.places]
                     torch._foreach_copy_(self._arrivals, parts)
 
     def scatter(self) -> Iterator[None]:
@@ -123,9 +123,9 @@ class Bucket:
         if self.moves:
             with record_function("amo::scatter"):
                 if self._departures:
-                    parts = [place.tensor for place in self._results_out.places]
+                    parts = [place.tensor for place in self._to_holders.places]
                     torch._foreach_copy_(parts, self._departures)
-                work = self._exchange(self._results_out, self._results_in)
+                work = self._exchange(self._to_holders, self._from_owners)
             yield
             with record_function("amo::scatter"):
                 work.wait()
@@ -143,7 +143,7 @@ class Bucket:
 
 
 class Exchange:
-    """The buckets of one set of ranks, and their memory, which the model has between steps.
+    """The buckets of one set of ranks, and their memory, which is free between steps.
 
     Views of the memory stay valid while it is free. A CPU keeps it: there, new memory costs a step
     some percent. After a step that failed an exchange is made anew: what is still under way must
@@ -182,8 +182,8 @@ class Exchange:
         self.sent_bytes = plan.num_sent * dtype.itemsize
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Hold the memory, and free it at the end.
+    def in_use(self) -> Iterator[None]:
+        """Have the memory, and free it at the end.
 
         If the body raises it is not freed: a collective may still be writing to it.
         """

@@ -51,7 +51,7 @@ from amo_dist.kernels.elementwise import exceed, real
 
 logger = logging.getLogger(__name__)
 
-# Steps in a row without any gradient of a matrix; the last of them is an error.
+# Steps in a row without a gradient of any matrix; the last of them is an error.
 MAX_IDLE_STEPS = 10
 
 # Largest entry of a matrix's gradient: float32 momentum holds the sum of many of them.
@@ -59,7 +59,7 @@ LARGEST_GRADIENT = 2.0**100
 
 # Positions of two flags in the vector.
 _GRADIENT, _UPDATE = 1, 2
-# Identity of the maximum: mark, and its negative, of a set of ranks without this one.
+# Mark, and negative alike, of a set of ranks without this one: it never is the maximum.
 _ABSTENTION = -(2**60)
 
 
@@ -83,13 +83,13 @@ class Verdict(NamedTuple):
         grads: This rank's part of each gradient in its parameter's placements, None without one.
         skip_mask: 0-dim boolean on the device: whether the step must leave them untouched after
             all. None if ``reason`` tells.
-        is_idle: Whether no gradient has ever existed: the step does nothing and does not count.
+        is_before_first_gradient: Whether no gradient has ever existed: the step does not count.
     """
 
     reason: str
     grads: Sequence[Tensor | None]
     skip_mask: Tensor | None = None
-    is_idle: bool = False
+    is_before_first_gradient: bool = False
 
 
 class Flags(NamedTuple):
@@ -125,7 +125,7 @@ class Ballot(NamedTuple):
     updates: Flags
 
 
-class Votes(NamedTuple):
+class Tally(NamedTuple):
     """The result of a ballot, on the host; all but the first are 0 in a good step.
 
     Attributes:
@@ -146,7 +146,7 @@ class Votes(NamedTuple):
     gradients_differ: bool
 
     @classmethod
-    def of(cls, values: Sequence[int]) -> Votes:
+    def of(cls, values: Sequence[int]) -> Tally:
         """The meaning of what `Ballots` has reduced: the last values are those of sets of ranks."""
         exists, gradient, update, waits, texts, *sets = values
         return cls(exists, gradient, update, waits, texts, any(sets))
@@ -177,7 +177,9 @@ class Ballots:
             own = [i for i, others in enumerate(world.gradient_ranks) if others == ranks]
             self._indices_by_set.append(own if world.rank in ranks else None)
         self._bounds = [largest_gradient(param) for param in parameters.params]
-        self._failure, self._num_idle = "", 0
+        self._failure = ""
+        # Steps in a row without a gradient of any matrix.
+        self._num_missing = 0
         self._updates = Flags()
         # Ballot of the last step, and a function that reads the maximum, until somebody has.
         self._unread: tuple[Ballot, Callable[[], list[int]]] | None = None
@@ -215,7 +217,7 @@ class Ballots:
         full = {i: grad for i, grad in enumerate(grads) if grad is not None and grad.numel()}
         unusable = Flags()
         if full:
-            # A misplaced gradient may be one term of a sum over ranks.
+            # A gradient in other placements, such as Partial, may be a term of a sum over ranks.
             num_terms = len(self._world.ranks) if misplaced else 1
             bounds = [self._bounds[i] / num_terms for i in full]
             sent = _sent(bounds, torch.float64, self._param_device)
@@ -227,16 +229,16 @@ class Ballots:
         self._updates = Flags()
         reason, skip_mask = "", None
         if waits:
-            votes = Votes.of(reduced.tolist())
-            reason = self._judge(ballot, votes)
-            if step == 1 and not votes.exists:  # the first step waits on any device
-                return Verdict("", [], is_idle=True)
+            tally = Tally.of(reduced.tolist())
+            reason = self._judge(ballot, tally)
+            if step == 1 and not tally.exists:  # the first step waits on any device
+                return Verdict("", [], is_before_first_gradient=True)
         else:
             self._unread = ballot, fetch(reduced)
-            skip_mask = reduced[1:].any()  # see `Votes.is_good`
+            skip_mask = reduced[1:].any()  # see `Tally.is_good`
         # Moving a gradient is a collective, which hangs if a rank has none: this waits for the
         # backward pass until all ranks are known to have one.
-        if misplaced and not reason and not Votes.of(reduced.tolist()).gradients_differ:
+        if misplaced and not reason and not Tally.of(reduced.tolist()).gradients_differ:
             for index in misplaced:
                 tensor, grad = self._params[index].tensor, self._params[index].tensor.grad
                 assert isinstance(tensor, DTensor)
@@ -262,7 +264,7 @@ class Ballots:
         updates = self._updates if with_updates else Flags()
         has_grad = [False] * len(self._params)
         ballot = Ballot(0, True, self._failure or text, has_grad, Flags(), updates)
-        self._judge(ballot, Votes.of(self._reduce(ballot).tolist()))
+        self._judge(ballot, Tally.of(self._reduce(ballot).tolist()))
 
     def report_failure(self, part: str, error: Exception) -> None:
         """Keep a failure of this rank alone: others wait for it, so all raise at the next ballot.
@@ -309,7 +311,7 @@ class Ballots:
         if self._unread is None:
             return ""
         (ballot, read), self._unread = self._unread, None
-        return self._judge(ballot, Votes.of(read()))
+        return self._judge(ballot, Tally.of(read()))
 
     def last_outcome(self) -> Literal["taken", "skipped", "undone"]:
         """Outcome of the last step, for saving: waits for it, and logs a bad one.
@@ -326,17 +328,17 @@ class Ballots:
         if self._unread is None:
             return "taken"
         ballot, read = self._unread
-        votes = Votes.of(read())
-        if votes.is_good:
+        tally = Tally.of(read())
+        if tally.is_good:
             return "taken"
         logger.warning("step %d changed nothing; the next step says why", ballot.step)
-        is_skip = self._skips and votes._replace(gradient=0).is_good
+        is_skip = self._skips and Tally(tally.exists, 0, *tally[2:]).is_good
         return "skipped" if is_skip else "undone"
 
     # ---------------------------------------------------------------- vector and words
 
     def _reduce(self, ballot: Ballot) -> Tensor:
-        """The values of `Votes.of` of all ranks, on the device; a collective over the world."""
+        """The values of `Tally.of` of all ranks, on the device; a collective over the world."""
         world, exists = self._world, 0
         self._failure = ""  # the text of the ballot has it
         for param, has_grad in zip(self._params, ballot.has_grad, strict=True):
@@ -356,23 +358,23 @@ class Ballots:
         flags, greatest, negative = max_over(vector, world.group).split(sizes)
         return torch.cat([flags, greatest + negative])
 
-    def _judge(self, ballot: Ballot, votes: Votes) -> str:
+    def _judge(self, ballot: Ballot, tally: Tally) -> str:
         """Reason to leave a step out, or nothing; raises if that is an error."""
-        if votes.waits_differ:  # ranks that do not wait take part in no collective of words
+        if tally.waits_differ:  # ranks that do not wait take part in no collective of words
             raise RankMismatchError(
                 "the coming step: ranks are about to do different things; this one (another one "
                 f"has other lines):\n{ballot.text}"
             )
-        if votes.texts_differ:
+        if tally.texts_differ:
             check_alike("the coming step", ballot.text, self._world.group)
-        words = {} if votes.is_good else self._gather_words(ballot)
-        if votes.gradients_differ:
+        words = {} if tally.is_good else self._gather_words(ballot)
+        if tally.gradients_differ:
             self._raise_for_missing(ballot.step, words)
         if ballot.step:
-            self._check_existence(ballot, votes.exists)
-        if votes.update:
+            self._check_existence(ballot, tally.exists)
+        if tally.update:
             self._raise_for_updates(words)
-        if not votes.gradient:
+        if not tally.gradient:
             return ""
         ranks = {name: rank for rank, own in words.items() for name in own["gradients"]}
         name = min(ranks)
@@ -430,8 +432,8 @@ class Ballots:
                 with gradients.
         """
         step, registry = ballot.step, self._world.registry
-        self._num_idle = 0 if exists == 2 else self._num_idle + 1
-        if not self._num_idle:
+        self._num_missing = 0 if exists == 2 else self._num_missing + 1
+        if not self._num_missing:
             pairs = zip(self._params, ballot.has_grad, strict=True)
             unused = [param.name for param, has_grad in pairs if param.views and not has_grad]
             if unused and step == 1:
@@ -443,19 +445,19 @@ class Ballots:
             return
         names = [matrix.name for matrix in registry] or [param.name for param in self._params]
         text = f"{_first_names(names)}: found no gradient on any rank in step {step}"
-        if self._num_idle >= MAX_IDLE_STEPS or (exists and step == 1):
-            count = f", the last of {self._num_idle} such steps" if self._num_idle > 1 else ""
+        if self._num_missing >= MAX_IDLE_STEPS or (exists and step == 1):
+            count = f", the last of {self._num_missing} such steps" if self._num_missing > 1 else ""
             raise MissingGradientError(
                 f"{text}{count}, expected that of one at least: call backward() before step(), and "
                 "build the optimizer after all that replaces the model's parameters, such as "
                 "fully_shard: it holds those that it was built with, unless a trainer swaps them "
                 "in its param_groups before the first step"
             )
-        if self._num_idle == 1:
+        if self._num_missing == 1:
             logger.warning("%s: parameters and state stay as they are", text)
 
     def _local_gradients(self) -> tuple[list[Tensor | None], list[int]]:
-        """This rank's part of each gradient, and indices of those in placements of their own.
+        """This rank's part of each gradient, and indices of those in other DTensor placements.
 
         Raises:
             ValueError: A gradient is in no form of the parameter; names it.

@@ -142,9 +142,9 @@ class Piece:
 
     def stored_state(self) -> dict[str, Tensor]:
         """Views of the rule's state tensors, by name."""
-        box, shape = self.region.source, self.local.weight.shape
+        local_box, shape = self.region.source, self.local.weight.shape
         return {
-            name: cut_like(value, box, shape)
+            name: cut_like(value, local_box, shape)
             for name, value in self.local.state.items()
             if name not in (MOMENTUM, ROUNDED_OFF)
         }

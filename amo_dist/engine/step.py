@@ -91,8 +91,8 @@ class Orders:
         step: Optimizer step, counted from 1.
         schedules: Schedule of each matrix of this process.
         digest: Digest of the settings and of all schedules, alike on all ranks.
-        owners_are_final: Whether owners are those of the locked schedules; others balance the
-            work of the first ones.
+        owners_are_final: Whether owners balance the work of the locked schedules. False before
+            the lock, when they balance that of the first schedules, and always in round robin.
         sample: Names of the matrices to observe after the step; empty at most steps.
         candidates: Schedules whose errors the observation measures.
         checked: Name of the matrix whose residual is measured; None at most steps.
@@ -114,20 +114,20 @@ class Step:
     Attributes:
         orders: Orders for it.
         params: This rank's part of each parameter.
-        momenta: Momentum of each group, and the coefficient of the buffer in the matrix to
-            orthogonalize, ``G + c * B``; None for ``B`` alone.
+        momentum_settings: Momentum of each group, and the coefficient of the buffer in the matrix
+            to orthogonalize, ``G + c * B``; None for ``B`` alone.
         skip_mask: 0-dim boolean on the device: if true, nothing may change; None if the host knows
             that the step is good.
         results: Pieces whose results wait for the rule's `post`.
         outcomes: Names of orthogonalized matrices, and flags of those whose result was NaN or inf.
-        norms: Least norm that the exact norm scales in full, and the norms of the results.
+        norms: Norm below which the factor to the exact norm is bounded, and norms of results.
         residual: Residual of the matrix to check, 0-dim; None on the ranks that do not own it.
         observe_seconds: Seconds that this rank took to measure the sample.
     """
 
     orders: Orders
     params: Sequence[LocalParam]
-    momenta: Sequence[tuple[float, float | None]]
+    momentum_settings: Sequence[tuple[float, float | None]]
     skip_mask: Tensor | None
     results: list[tuple[Piece, Tensor]] = dataclasses.field(default_factory=list)
     outcomes: list[tuple[tuple[str, ...], Tensor]] = dataclasses.field(default_factory=list)
@@ -199,8 +199,8 @@ class Engine:
         is_connected: Whether all ranks have agreed on their structure; before, ``world`` and
             ``ballots`` are unset.
         world: Agreed structure of all ranks.
-        update_scales: Muon's own scale of each matrix, also if the rule has another; plans weight
-            by it.
+        update_scales: Muon's own scale of each matrix, also if the rule has another: AMO's plan
+            weights errors by it.
         sent_bytes: Bytes of matrices that this rank sent to others in the last step.
 
     Raises:
@@ -239,9 +239,9 @@ class Engine:
         counts = sorted(set(map(len, self._sum_sizes.values())))
         expected = "the same number for all matrices, with 0 elements for those without one"
         require(len(counts) <= 1, f"{type(rule).__name__}.sums", f"{counts} sums", expected)
-        # Exchanges of training, which serve step after step, and `Orders.owners_are_final` of them;
-        # None where owners must be assigned.
+        # Exchanges of training, which serve step after step.
         self._exchanges: list[Exchange] = []
+        # `Orders.owners_are_final` of their owners; None while there are none.
         self._owners_are_final: bool | None = None
         # Exchanges of the coming observation alone.
         self._sampled: list[Exchange] = []
@@ -291,10 +291,10 @@ class Engine:
             As `Ballots.vote`.
         """
         is_new = orders.owners_are_final is not self._owners_are_final
-        if is_new:  # frees the old buffers; and all ranks make new ones even if the vote raises
+        if is_new:  # the old buffers are freed; None until no rank has raised
             self._exchanges, self._owners_are_final = [], None
-        # A step that was skipped must not be recorded, one that lacks buffers cannot run, and one
-        # before the first gradient does not count.
+        # The host must know now whether the step is skipped (an observation of it is invalid),
+        # lacks buffers (it cannot run), or comes before the first gradient (it does not count).
         measures = bool(orders.sample) or orders.checked is not None
         waits = not self._is_on_device or is_new or measures or orders.step == 1
         text = ""
@@ -337,7 +337,8 @@ class Engine:
         """Update every parameter; a collective over the ranks that share parameters.
 
         If something fails on this rank alone, it sends what it has, or NaN in place of momentum,
-        for which nobody writes an update. All ranks raise at their next vote.
+        from which owners make a zero update: such a matrix is only decayed. All ranks raise when
+        they read their next ballot.
 
         Args:
             orders: Orders on which all ranks have agreed.
@@ -351,14 +352,15 @@ class Engine:
             LocalParam(param, self.state[param.tensor], grad)
             for param, grad in zip(self.parameters.params, verdict.grads, strict=True)
         ]
-        momenta = [momentum_of(group, self.config) for group in self.groups]
-        step = Step(orders, params, momenta, verdict.skip_mask)
+        settings = [momentum_of(group, self.config) for group in self.groups]
+        step = Step(orders, params, settings, verdict.skip_mask)
         try:
             self._update_momentum(step)
-            # There is one exchange at least: sets of ranks that share AdamW's parameters have one.
+            # There is one exchange at least, as sets of ranks that share nothing but parameters of
+            # AdamW have an empty one.
             for number, exchange in enumerate(self._exchanges):
                 self.sent_bytes += exchange.sent_bytes
-                with exchange.held():
+                with exchange.in_use():
                     self._pipeline(step, exchange.buckets, is_first=number == 0)
             if self.rule.has_post and self.parameters.matrices:
                 self._post(step)
@@ -379,7 +381,7 @@ class Engine:
                     continue
                 if local.param.is_convolution:
                     local.grad = flattened(local.grad.contiguous())
-                momentum, _ = step.momenta[local.param.group]
+                momentum, _ = step.momentum_settings[local.param.group]
                 by_momentum[momentum].append((local.state[MOMENTUM], local.grad))
             for momentum, pairs in by_momentum.items():
                 buffers, grads = map(list, zip(*pairs, strict=True))
@@ -435,7 +437,7 @@ class Engine:
         All of them end before those of the next set begin: three sets that overlap in pairs could
         otherwise wait for one another in a circle.
         """
-        local = [self._bucket(step, bucket) for bucket in buckets if not bucket.moves]
+        staying = [self._bucket(step, bucket) for bucket in buckets if not bucket.moves]
         moving = [self._bucket(step, bucket) for bucket in buckets if bucket.moves]
 
         def advance(number: int) -> None:
@@ -447,7 +449,7 @@ class Engine:
             advance(number)  # its gather starts
         if is_first:
             self._adamw(step)
-        for run in local:
+        for run in staying:
             next(run, None)  # it never pauses
         for number in range(len(moving) + 1):
             advance(number)  # gathered and orthogonalized; its scatter starts
@@ -482,7 +484,7 @@ class Engine:
                 else:
                     by_group[piece.local.param.group].append((piece, piece.local.grad, target))
             for group, rows in by_group.items():
-                _, coefficient = step.momenta[group]
+                _, coefficient = step.momentum_settings[group]
                 momenta = [piece.momentum for piece, _, _ in rows]
                 out = [target for _, _, target in rows]
                 if self.rule.has_pre:  # before anything is rounded to travel
@@ -620,6 +622,7 @@ class Engine:
 
     def gather_sample(self, step: Step) -> Iterator[tuple[str, Tensor]]:
         """Gather the momentum to observe: name and whole matrix of each that this rank gets."""
+        # Their memory is new and used once: there is nothing to bring back or to free.
         exchanges, self._sampled = self._sampled, []
         for exchange in exchanges:
             self.sent_bytes += exchange.sent_bytes

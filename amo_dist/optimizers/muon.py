@@ -189,7 +189,9 @@ class Muon(torch.optim.Optimizer):
             self._process_group,
         )
         state = dataclasses.replace(state, config=config)
-        self._schedule_state = self._state_before = state
+        self._schedule_state = state
+        # State before the last step, which counts as not taken if its verdict is an error.
+        self._state_before = state
         self._decision: _Decision | None = None
         self._residual = self._observe_seconds = 0.0
 
@@ -222,14 +224,14 @@ class Muon(torch.optim.Optimizer):
             RankMismatchError: On every rank, where ranks hold different structures, schedules or
                 hyperparameters.
             RuntimeError: On every rank, where something has failed on one, as without memory left:
-                a measurement or a new exchange in this step, or else the step before, which is
-                incomplete then: matrices that were not orthogonalized were only decayed, and what
-                failed was left out. Names the rank and its error.
+                new buffers in this step, or else the step before, which is incomplete then:
+                matrices that were not orthogonalized were only decayed, and what failed was left
+                out. Names the rank and its error.
 
-        On devices most steps do not wait for the device: a bad step leaves parameters and state as
-        they were, and the next step raises for it, also for a fault of one rank alone. A step
-        waits for the device if it observes, measures a residual, assigns owners, or moves gradients
-        to the placements of their parameters.
+        On devices most steps do not wait for the device, and raise a step later what they would
+        raise here; a bad step leaves parameters and state as they were all the same. A step waits
+        if it observes, measures a residual, assigns owners, or moves gradients to the placements of
+        their parameters.
         """
         loss = None
         if closure is not None:
@@ -252,12 +254,11 @@ class Muon(torch.optim.Optimizer):
         engine = self._engine
         if not engine.is_connected:
             self._connect(fault)
-        self._read_verdict()
-        # Set now and not after the step, which may raise.
-        self._state_before = self._schedule_state
+        self._settle_last_step()
+        self._state_before = self._schedule_state  # now, as the step may raise
         orders = self._orders()
         verdict = engine.agree(orders, fault)
-        if verdict.is_idle:
+        if verdict.is_before_first_gradient:
             return
         step = None
         if verdict.reason:
@@ -272,7 +273,7 @@ class Muon(torch.optim.Optimizer):
             if orders.checked is not None:
                 self._check_residual(orders, agreed_residual(engine, step) if step else 0.0)
 
-    def _read_verdict(self) -> None:
+    def _settle_last_step(self) -> None:
         """Read the verdict of the last step, if nobody has read it.
 
         Raises:
@@ -338,7 +339,7 @@ class Muon(torch.optim.Optimizer):
         self._schedule_state = dataclasses.replace(state, source=source)
         if world.rank != world.ranks[0]:
             return
-        if self.plan is not None:
+        if self.plan is not None:  # under a plan nothing is recorded: it was made just now
             logger.info("the plan, beside the uniform schedule:\n%s", self.plan)
         for line in remarks:
             logger.warning("%s", line)
@@ -368,14 +369,14 @@ class Muon(torch.optim.Optimizer):
             "source": self.source.name,
         }
         lines = [f"{key} = {json.dumps(value)}" for key, value in sorted(values.items())]
-        group = membership.join(engine.device)
-        check_alike("configuration", "\n".join(lines), group)
-        groups = [describe_group(own, self.rule_class.defaults) for own in self.param_groups]
+        world_group, own_keys = membership.join(engine.device), self.rule_class.defaults
+        check_alike("configuration", "\n".join(lines), world_group)
+        hyperparameters = [describe_group(group, own_keys) for group in self.param_groups]
         params = engine.parameters.params
         multipliers = [float(self.param_groups[p.group]["lr_multiplier"]) for p in params]
         pairs = zip(engine.parameters.matrices, engine.update_scales, strict=True)
         rates = [multipliers[matrix.param] * scale for matrix, scale in pairs]
-        world = agree_on_world(engine.parameters, rates, groups, membership, group)
+        world = agree_on_world(engine.parameters, rates, hyperparameters, membership, world_group)
         self._check_matrices(len(world.registry))
         is_plain = all(len(param.layout.ranks) == 1 for param in params)
         if self._process_group is None and len(world.ranks) > 1 and is_plain:
@@ -476,7 +477,7 @@ class Muon(torch.optim.Optimizer):
             NonFiniteUpdateError: On every rank, where the last update of a matrix was left out.
             RuntimeError: On every rank, where the last step has failed on one.
         """
-        self._read_verdict()
+        self._settle_last_step()
         if self._engine.is_connected:
             self._engine.ballots.vote_on_text("the last update", with_updates=True)
 

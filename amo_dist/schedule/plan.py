@@ -142,7 +142,7 @@ class Plan:
         """The objective of the uniform schedule."""
         return math.fsum(map(operator.mul, self.uniform_errors, self.weights))
 
-    def state_at(self, progress: Fraction) -> StepsAndElls:
+    def steps_and_ells_at(self, progress: Fraction) -> StepsAndElls:
         """Steps and effective ``ell`` of each type on the way from the uniform schedule.
 
         Both interpolate linearly in exact arithmetic. A measured plan rounds the steps of each type

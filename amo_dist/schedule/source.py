@@ -226,11 +226,11 @@ class Amo(Source):
         # Observations of the plan, or those toward it.
         self.observations: tuple[Observation, ...] = ()
         self.plan: Plan | None = None
-        # Step after which observations count: that at which changed settings dropped a plan.
-        self._begin = 0
+        # Step after which errors are added up: that at which settings have changed.
+        self._errors_since = 0
         # Errors of all candidates by type: means over the valid matrices of an observation, summed
-        # over observations. None before the first one, and under a plan.
-        self._sums: Mapping[str, Sequence[float]] = {}
+        # over observations. Empty before the first one, and under a plan.
+        self._error_sums: Mapping[str, Sequence[float]] = {}
         # Matrices of each operator type, sorted by name; types in their declared order.
         self._members: Mapping[str, Sequence[MatrixInfo]] = {}
         self._warns_of_tau = config.planner == "paper"
@@ -259,36 +259,36 @@ class Amo(Source):
     # ---------------------------------------------------------------- schedules
 
     @property
-    def observe_until(self) -> int:
+    def last_observation(self) -> int:
         """Step of the last observation; at least one is made after a plan was dropped."""
-        following = (self._begin // self.config.interval + 1) * self.config.interval
+        following = (self._errors_since // self.config.interval + 1) * self.config.interval
         return max(self.config.observe_until, following)
 
     def version(self, step: int) -> int:
         """The number of observations, and of steps of the transition, that are taken."""
-        since = 0 if self.plan is None else max(step - self.observe_until, 0)
+        since = 0 if self.plan is None else max(step - self.last_observation, 0)
         return len(self.observations) + min(since, self.config.transition_steps)
 
     def phase(self, step: int) -> str:
         """One of ``PHASES``."""
-        if step <= self.observe_until:
+        if step <= self.last_observation:
             return "observation"
-        is_locked = step >= self.observe_until + self.config.transition_steps
+        is_locked = step >= self.last_observation + self.config.transition_steps
         return "locked" if is_locked else "transition"
 
     def schedules(self, step: int) -> Mapping[str, Schedule]:
         """Uniform, interpolated or planned schedules."""
-        steps_and_ells = self.state_at(step)
+        steps_and_ells = self.steps_and_ells_at(step)
         return {name: schedule_for(ell, steps) for name, (steps, ell) in steps_and_ells.items()}
 
-    def state_at(self, step: int) -> StepsAndElls:
+    def steps_and_ells_at(self, step: int) -> StepsAndElls:
         """Newton-Schulz steps and effective ``ell`` of each type at an optimizer step."""
         if self.phase(step) == "observation" or not self._members:
             return dict.fromkeys(self._members, (self.config.base_steps, self.config.base_ell))
         if self.plan is None:
-            fail("step", step, f"at most {self.observe_until} before the plan is made")
-        taken, steps = step - self.observe_until, self.config.transition_steps
-        return self.plan.state_at(Fraction(min(taken, steps), steps))
+            fail("step", step, f"at most {self.last_observation} before the plan is made")
+        taken, steps = step - self.last_observation, self.config.transition_steps
+        return self.plan.steps_and_ells_at(Fraction(min(taken, steps), steps))
 
     # ---------------------------------------------------------------- observations
 
@@ -298,7 +298,7 @@ class Amo(Source):
 
     def sample(self, step: int) -> Sequence[str]:
         """Names of the matrices to observe at a step, sorted; none at most steps."""
-        if self.plan is not None or step > self.observe_until or step % self.config.interval:
+        if self.plan is not None or step > self.last_observation or step % self.config.interval:
             return ()
         return sorted(matrix.name for drawn in self._drawn(step).values() for matrix in drawn)
 
@@ -311,7 +311,7 @@ class Amo(Source):
         """Keep the medians of one observation, add up the errors, and plan at the last one."""
         ell: dict[str, float | None] = {}
         num_sampled, num_invalid = dict[str, int](), dict[str, int]()
-        sums, lines = dict(self._sums), list[str]()
+        sums, lines = dict(self._error_sums), list[str]()
         for name, drawn in self._drawn(step).items():
             valid = [matrix for matrix in drawn if matrix.name in observed]
             invalid = [matrix.name for matrix in drawn if matrix.name not in observed]
@@ -327,11 +327,11 @@ class Amo(Source):
                 lines.append(f"step {step}: no valid ell for {', '.join(invalid)}: left out")
         lines += self._remarks_on_tau(step, observed)
         observations = (*self.observations, Observation(step, ell, num_sampled, num_invalid))
-        if self._members and step >= self.observe_until:
+        if self._members and step >= self.last_observation:
             self.plan, remarks_on_plan = self._make_plan(observations, sums)
             lines += remarks_on_plan
             sums = {}
-        self.observations, self._sums = observations, sums
+        self.observations, self._error_sums = observations, sums
         return lines
 
     def _remarks_on_tau(self, step: int, observed: Mapping[str, Measurement]) -> list[str]:
@@ -348,22 +348,22 @@ class Amo(Source):
     ) -> tuple[Plan, list[str]]:
         """The plan, a pure function of agreed numbers and of the settings; and remarks on it."""
         config, costs = self.config, self._costs()
-        ells = {
+        ells_by_step = {
             name: {o.step: ell for o in observations if (ell := o.ell[name]) is not None}
             for name in self._members
         }
         fallback = f"has no valid observation; it falls back to base_ell = {config.base_ell:g}"
-        lines = [f"{name} {fallback}" for name, own in ells.items() if not own]
+        lines = [f"{name} {fallback}" for name, ells in ells_by_step.items() if not ells]
         if config.planner == "paper":
             target = {
-                name: shrunk(config, statistics.median(own.values()) if own else config.base_ell)
-                for name, own in ells.items()
+                name: shrunk(config, statistics.median(ells.values()) if ells else config.base_ell)
+                for name, ells in ells_by_step.items()
             }
             plan = plan_paper(config, target, costs)
         else:
             curves: dict[str, ErrorCurve] = {}
-            for name, own in ells.items():
-                num_summed = sum(step > self._begin for step in own)
+            for name, ells in ells_by_step.items():
+                num_summed = sum(step > self._errors_since for step in ells)
                 means = [total / num_summed for total in sums.get(name, ())]
                 curves[name] = best_curve(config, means)
             plan = make_plan(config, curves, self._weights(), costs)
@@ -388,9 +388,9 @@ class Amo(Source):
         """See `Source.state`."""
         return {
             "name": self.name,
-            "begin": self._begin,
+            "begin": self._errors_since,
             "observations": [dataclasses.asdict(observation) for observation in self.observations],
-            "errors": {name: {"totals": totals} for name, totals in self._sums.items()},
+            "errors": {name: {"totals": totals} for name, totals in self._error_sums.items()},
             "plan": None if self.plan is None else dataclasses.asdict(self.plan),
         }
 
@@ -404,12 +404,12 @@ class Amo(Source):
         observations of ``ell`` are kept; measured errors are of the later ones.
         """
         assert isinstance(config, AMOConfig)
-        self.config, self._begin = config, state["begin"]
+        self.config, self._errors_since = config, state["begin"]
         self.observations = tuple(Observation(**record) for record in state["observations"])
-        self._sums = {name: errors["totals"] for name, errors in state["errors"].items()}
+        self._error_sums = {name: errors["totals"] for name, errors in state["errors"].items()}
         self.plan = None if state["plan"] is None else Plan.from_dict(state["plan"])
         if set(changed) - _KEPT:
-            self._begin, self._sums, self.plan = step, {}, None
+            self._errors_since, self._error_sums, self.plan = step, {}, None
         self._check_types()
 
     def metrics(self, step: int) -> dict[str, float]:

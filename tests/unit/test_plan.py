@@ -213,7 +213,7 @@ def test_totals_advance_monotonically_and_counts_stay_near(
     for done in range(1, duration + 1):
         p = Fraction(done, duration)
         exact = [5 + p * (k - 5) for k in plan.allocation]
-        counts = [steps for steps, _ in plan.state_at(p).values()]
+        counts = [steps for steps, _ in plan.steps_and_ells_at(p).values()]
         assert all(math.floor(x) <= k <= math.ceil(x) for k, x in zip(counts, exact, strict=True))
         assert sum(counts) == math.floor(sum(exact) + Fraction(1, 2))
         totals.append(sum(counts))
@@ -227,7 +227,7 @@ def test_totals_advance_monotonically_and_counts_stay_near(
 def test_no_type_of_a_measured_plan_turns_back(start: int, end: int, duration: int) -> None:
     plan = plan_of(AMOConfig(), {"a": 1e-3})
     plan = dataclasses.replace(plan, base_steps=start, allocation=(end,))
-    states = [plan.state_at(Fraction(u, duration))["a"] for u in range(duration + 1)]
+    states = [plan.steps_and_ells_at(Fraction(u, duration))["a"] for u in range(duration + 1)]
     counts = [steps for steps, _ in states]
     assert counts == sorted(counts, reverse=start > end)
     assert (counts[0], counts[-1]) == (start, end)
@@ -245,7 +245,7 @@ def test_largest_remainder_ties_go_to_the_earlier_type() -> None:
     plan = plan_paper(AMOConfig.paper(), {"a": 1e-6, "b": 1e-6, "c": 0.5, "d": 0.5})
     assert plan.allocation == (7, 7, 3, 3)
     # 5.5, 5.5, 4.5, 4.5 sum to 20: two of the four are rounded up.
-    assert [steps for steps, _ in plan.state_at(Fraction(1, 4)).values()] == [6, 6, 4, 4]
+    assert [steps for steps, _ in plan.steps_and_ells_at(Fraction(1, 4)).values()] == [6, 6, 4, 4]
 
 
 # ---------------------------------------------------------------- words

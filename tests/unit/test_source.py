@@ -69,13 +69,13 @@ def test_amo_from_the_first_step_to_the_lock(config: AMOConfig) -> None:
     assert versions == [3, 4, 5, 6, 7, 7, 7]
     for step in (7, 8, 9):
         assert source.phase(step) == "transition"
-        assert source.state_at(step) == plan.state_at(Fraction(step - 6, 4))
+        assert source.steps_and_ells_at(step) == plan.steps_and_ells_at(Fraction(step - 6, 4))
     planned_state = dict(
         zip(TYPES, zip(plan.allocation, plan.ell_target, strict=True), strict=True)
     )
     for step in (10, 11, 10**9):
         assert source.phase(step) == "locked"
-        assert source.state_at(step) == planned_state
+        assert source.steps_and_ells_at(step) == planned_state
         assert not source.sample(step)
 
 
@@ -128,7 +128,7 @@ def test_single_rows_have_ell_one() -> None:
     config = AMOConfig.paper(observe_until=1, transition_steps=1, shrinkage=1.0)
     source = amo(config)
     observe(source, 1, {**ELL, "expert": 1 + 1e-9})
-    steps, ell = source.state_at(2)["expert"]
+    steps, ell = source.steps_and_ells_at(2)["expert"]
     assert ell == 1 / SAFETY
     assert schedule_for(ell, steps).coefficients == compose(1.0, steps)
 
@@ -283,8 +283,8 @@ def test_a_source_resumed_anywhere_goes_on_as_it_would_have(
             broken = resumed(broken, step - 1, other, False)
         elif step in saves:
             broken = resumed(broken, step - 1, broken.config, saves[step])
-        last = straight.state_at(step)
+        last = straight.steps_and_ells_at(step)
         assert take(straight, step) == take(broken, step), step
         assert broken.state() == straight.state()
         # A glide begins where the run is.
-        assert straight.state_at(step) == last
+        assert straight.steps_and_ells_at(step) == last

@@ -197,7 +197,7 @@ def test_a_flattened_state_is_refused_with_what_to_do() -> None:
     state = get_optimizer_state_dict(model, optimizer, options=options)
     message = (
         r"^state\..*: found a flattened key, expected state and param_groups: .*"
-        "flatten_optimizer_state_dict, but not beside full_state_dict"
+        "flatten_optimizer_state_dict, but not together with full_state_dict"
     )
     # What PyTorch makes of a full one on the way from rank 0 has groups beside.
     for found in (state, {**state, "param_groups": optimizer.state_dict()["param_groups"]}):
