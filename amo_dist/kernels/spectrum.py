@@ -97,18 +97,8 @@ def singular_values(x: Tensor) -> Tensor:
 
 
 def _by_eigenvalues(x: Tensor) -> Tensor:
-    squares: Tensor = torch.linalg.eigvalsh(_lower_gram(x), UPLO="L").flip(0)
+    squares: Tensor = torch.linalg.eigvalsh(x @ x.mT).flip(0)
     return squares.masked_fill(squares <= _noise(squares), 0.0).sqrt()
-
-
-def _lower_gram(x: Tensor, num_blocks: int = 8) -> Tensor:
-    """``X X^T``, but zeros above the blocks on the diagonal, which are not read."""
-    m = x.shape[0]
-    gram = x.new_zeros(m, m)
-    for block in range(num_blocks):
-        start, stop = m * block // num_blocks, m * (block + 1) // num_blocks
-        gram[start:, start:stop] = x[start:] @ x[start:stop].mT
-    return gram
 
 
 def _noise(squares: Tensor) -> Tensor:

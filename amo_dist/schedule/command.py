@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from amo_dist.config import AMOConfig
+from amo_dist.config import AMOConfig, require
 from amo_dist.schedule.plan import (
     PLAN_FILE,
     ErrorCurve,
@@ -54,8 +54,8 @@ def run_plan(args: argparse.Namespace) -> int:
         plan = plan_paper(AMOConfig.paper(**changes), _ells(args.ell))
     else:
         path = args.plan / PLAN_FILE if args.plan.is_dir() else args.plan
-        if not path.is_file():  # a pipe or a device may have no end
-            raise ValueError(f"--plan: found no file {path}, expected {PLAN_FILE} of a run")
+        # A pipe or a device may have no end.
+        require(path.is_file(), "--plan", f"no file {path}", f"{PLAN_FILE} of a run")
         plan = Plan.from_json(path.read_text())
         plan = plan_again(plan, changes) if changes else plan
     warnings = [f"warning: {line}" for line in starved(plan)]
@@ -93,11 +93,9 @@ def plan_again(plan: Plan, changes: dict[str, Any]) -> Plan:
     assert plan.costs is not None
     check_budget(config, plan.costs)
     low, high = plan_range(config)
-    if low < plan.min_steps or high > plan.max_steps:
-        raise ValueError(
-            f"--plan: found measurements of {plan.min_steps} to {plan.max_steps} steps, expected "
-            f"{low} to {high}"
-        )
+    is_measured = plan.min_steps <= low and high <= plan.max_steps
+    own = f"measurements of {plan.min_steps} to {plan.max_steps} steps"
+    require(is_measured, "--plan", own, f"{low} to {high}")
     part = slice(low - plan.min_steps, high - plan.min_steps + 1)
     curves = [ErrorCurve(c.ells[part], c.errors[part], c.uniform) for c in plan.curves]
     return make_plan(config, dict(zip(names, curves, strict=True)), plan.weights, plan.costs)

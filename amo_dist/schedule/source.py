@@ -138,8 +138,14 @@ class Fixed(Source):
 
     def bind(self, registry: Sequence[MatrixInfo]) -> None:
         """See `Source.bind`."""
-        types = sort_operator_types(matrix.operator_type for matrix in registry)
-        self._schedules = {name: self._schedule(name) for name in types}
+        schedules = {}
+        for name in sort_operator_types(matrix.operator_type for matrix in registry):
+            schedule = self._by_type.get(name, self._default)
+            if schedule is None:
+                known = ", ".join(sort_operator_types(self._by_type))
+                fail("operator_type", name, f"one with a schedule: {known}")
+            schedules[name] = schedule
+        self._schedules = schedules
 
     def schedules(self, step: int) -> Mapping[str, Schedule]:
         """The table, whatever the step."""
@@ -163,13 +169,6 @@ class Fixed(Source):
             expected += "on_config_change to 'replan' to go on with those of this run"
             fail("control.source.schedules", state.get("schedules"), expected)
         logger.warning("the coefficients have changed, and those of this run are in force")
-
-    def _schedule(self, operator_type: str) -> Schedule:
-        schedule = self._by_type.get(operator_type, self._default)
-        if schedule is None:
-            known = ", ".join(sort_operator_types(self._by_type))
-            fail("operator_type", operator_type, f"one with a schedule: {known}")
-        return schedule
 
 
 def as_source(schedule: str | Schedule | Mapping[str, Schedule] | Source) -> Source:

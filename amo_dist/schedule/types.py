@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from amo_dist.config import PRECONDITIONERS, Triple
+from amo_dist.config import PRECONDITIONERS, Triple, fail
 
 
 def evaluate(triple: Triple, x: float) -> float:
@@ -40,13 +40,11 @@ class Schedule:
     def __post_init__(self) -> None:
         triples = self.coefficients
         if not (isinstance(triples, tuple) and triples and all(map(_is_triple, triples))):
-            expected = "a non-empty tuple of (a, b, c), each a finite float"
-            raise ValueError(f"coefficients: found {triples!r}, expected {expected}")
+            fail("coefficients", triples, "a non-empty tuple of (a, b, c), each a finite float")
         if not (_is_finite_float(self.norm_scale) and self.norm_scale > 0):
-            raise ValueError(f"norm_scale: found {self.norm_scale!r}, expected a finite float > 0")
+            fail("norm_scale", self.norm_scale, "a finite float > 0")
         if self.preconditioner not in PRECONDITIONERS:
-            choices = " or ".join(map(repr, PRECONDITIONERS))
-            raise ValueError(f"preconditioner: found {self.preconditioner!r}, expected {choices}")
+            fail("preconditioner", self.preconditioner, " or ".join(map(repr, PRECONDITIONERS)))
 
     @property
     def num_steps(self) -> int:
