@@ -22,6 +22,7 @@ from amo_dist.config import Box, require
 
 # Half-open ``(start, stop)``.
 Interval = tuple[int, int]
+Placements = tuple[Any, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -137,9 +138,7 @@ def _strided_chunk(
     return tuple(itertools.chain(*(_chunk(part, num_chunks, index) for part in outer)))
 
 
-def _application_order(
-    mesh_shape: Sequence[int], placements: tuple[Any, ...]
-) -> list[tuple[int, int]]:
+def _application_order(mesh_shape: Sequence[int], placements: Placements) -> list[tuple[int, int]]:
     """Mesh axes in the order in which they cut the tensor, each with its split factor.
 
     FSDP over tensor parallelism writes ``[_StridedShard(d, split_factor=tp), Shard(d)]``: tensor
@@ -169,7 +168,7 @@ def _mesh_layout(
     shape: tuple[int, ...],
     mesh_shape: tuple[int, ...],
     mesh_ranks: tuple[int, ...],
-    placements: tuple[Any, ...],
+    placements: Placements,
 ) -> TensorLayout:
     whole = tuple(((0, size),) for size in shape)
     order = _application_order(mesh_shape, placements)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from amo_dist.config import NESTEROV, MuonConfig, fail
+from amo_dist.config import NESTEROV, MuonConfig, fail, require
 
 # Keys that every parameter group must have.
 _REQUIRED = ("params", "algorithm", "lr", "lr_multiplier", "weight_decay", "betas", "eps")
@@ -42,14 +42,11 @@ def check_keys(groups: Sequence[Mapping[str, Any]], own_keys: Iterable[str] = ()
             on; names the group and the field.
     """
     own = set(own_keys)
+    known = ", ".join(sorted((_KEYS - {"params", "algorithm", "control"}) | own))
     for index, group in enumerate(groups):
         for key in sorted(group.keys() - _KEYS - _NOTES - own, key=str):
-            if key not in _OFF or group[key]:
-                known = ", ".join(sorted((_KEYS - {"params", "algorithm", "control"}) | own))
-                raise ValueError(
-                    f"groups[{index}].{key}: found a key that nothing reads, expected one of "
-                    f"{known}"
-                )
+            is_off, place = key in _OFF and not group[key], f"groups[{index}].{key}"
+            require(is_off, place, "a key that nothing reads", f"one of {known}")
 
 
 def check_groups(
