@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -82,14 +81,14 @@ def singular_values(x: Tensor) -> Tensor:
         each decomposition fails.
     """
     x = x.mT if x.shape[0] > x.shape[1] else x
-    methods: list[Callable[[Tensor], Tensor]] = [] if x.shape[0] <= SMALL else [_by_eigenvalues]
-    methods.append(torch.linalg.svdvals)
+    quick = () if x.shape[0] <= SMALL else (_by_eigenvalues,)
     # cuSOLVER fails on matrices that the CPU decomposes (pytorch #94772, #105359, #107082), a
     # device may have no room left, and one matrix that is not measured must not end a run.
     for device in dict.fromkeys((x.device, torch.device("cpu"))):
-        for method in methods:
+        for method in (*quick, torch.linalg.svdvals):
             try:
-                return method(x.to(device)).to(x.device)
+                sigma: Tensor = method(x.to(device))
+                return sigma.to(x.device)
             except RuntimeError as error:
                 failure = error
     logger.warning("no decomposition of a matrix %s: %s", tuple(x.shape), failure)
@@ -97,8 +96,18 @@ def singular_values(x: Tensor) -> Tensor:
 
 
 def _by_eigenvalues(x: Tensor) -> Tensor:
-    squares: Tensor = torch.linalg.eigvalsh(x @ x.mT).flip(0)
+    squares: Tensor = torch.linalg.eigvalsh(_lower_gram(x), UPLO="L").flip(0)
     return squares.masked_fill(squares <= _noise(squares), 0.0).sqrt()
+
+
+def _lower_gram(x: Tensor, num_blocks: int = 8) -> Tensor:
+    """``X X^T``, but zeros above the blocks on the diagonal, which are not read."""
+    m = x.shape[0]
+    gram = x.new_zeros(m, m)
+    for block in range(num_blocks):
+        start, stop = m * block // num_blocks, m * (block + 1) // num_blocks
+        gram[start:, start:stop] = x[start:] @ x[start:stop].mT
+    return gram
 
 
 def _noise(squares: Tensor) -> Tensor:

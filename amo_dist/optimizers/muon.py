@@ -431,9 +431,8 @@ class Muon(torch.optim.Optimizer):
         large = {p.name: p.layout.shape for p in params if len(p.layout.shape) > 1}
         raise ValueError(
             f"params: found no matrix among {len(params)} parameters, expected at least one: name "
-            "yours by param_groups(model, patterns={...}), take all by unknown='matrix', or have "
-            "AdamW train all of them by allow_no_matrices=True. To paste and to edit:\n"
-            f"{format_patterns(large)}"
+            "yours by param_groups(model, patterns={...}), take all by unknown='matrix', or none by "
+            f"allow_no_matrices=True (AdamW trains all). To paste:\n{format_patterns(large)}"
         )
 
     @contextlib.contextmanager

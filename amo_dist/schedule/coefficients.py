@@ -31,10 +31,9 @@ def named_schedule(name: str) -> NamedSchedule:
     Raises:
         ValueError: There is no schedule of this name; the message lists those there are.
     """
-    schedule = NAMED_SCHEDULES.get(name) if isinstance(name, str) else None
-    if schedule is None:
+    if not isinstance(name, str) or name not in NAMED_SCHEDULES:
         fail("schedule", name, f"one of {', '.join(NAMED_SCHEDULES)}")
-    return schedule
+    return NAMED_SCHEDULES[name]
 
 
 # Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024).
