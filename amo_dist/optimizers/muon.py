@@ -431,7 +431,7 @@ class Muon(torch.optim.Optimizer):
         large = {p.name: p.layout.shape for p in params if len(p.layout.shape) > 1}
         raise ValueError(
             f"params: found no matrix among {len(params)} parameters, expected at least one: name "
-            "yours by param_groups(model, patterns={...}), take all by unknown='matrix', or none by "
+            "yours by param_groups(model, patterns={...}), all by unknown='matrix', or none by "
             f"allow_no_matrices=True (AdamW trains all). To paste:\n{format_patterns(large)}"
         )
 
