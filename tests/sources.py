@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from amo_dist.config import AMOConfig
-from amo_dist.schedule.plan import Plan, best_curve, candidates, make_plan
+from amo_dist.schedule.plan import Plan, best_curve, candidate_settings, make_plan
 from amo_dist.schedule.polar_express import schedule_for
 from amo_dist.schedule.source import Amo
 from amo_dist.schedule.types import MatrixInfo, Measurement, Schedule
@@ -80,6 +80,6 @@ def plan_of(config: AMOConfig, ells: Mapping[str, float] = ELL) -> Plan:
     """A measured plan of types of equal weights and costs, one matrix each."""
     curves = {}
     for name, ell in ells.items():
-        tried = [schedule_for(one, steps) for steps, one in candidates(config)]
+        tried = [schedule_for(one, steps) for steps, one in candidate_settings(config)]
         curves[name] = best_curve(config, [distance(spectrum(ell), one) for one in tried])
     return make_plan(config, curves, [1 / len(ells)] * len(ells), [10] * len(ells))

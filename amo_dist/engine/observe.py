@@ -75,8 +75,8 @@ def observe(engine: Engine, step: Step) -> dict[str, Measurement]:
         step.observe_seconds += time.perf_counter() - start
         if not math.isnan(row[0]):
             rows[name] = row
-    # Nothing that is measured is negative, so the maximum over ranks is what a rank has measured.
-    # Replicas that do not know of each other measure the same.
+    # The maximum over ranks is what one rank has measured, as no measurement is negative. Replicas
+    # that do not know of each other measure the same.
     nothing = [0.0] * (2 + len(table))  # ell, whether it is clamped, and errors
     agreed = agreed_maximum([rows.get(name, nothing) for name in orders.sample], engine)
     return {

@@ -209,6 +209,7 @@ def apply_update(
         for factor in dict.fromkeys(scales_part):
             pairs = zip(steps, scales_part, strict=True)
             alike = [step for step, step_scale in pairs if step_scale == factor]
+            # Without a mask: where it is true, the steps are zeros already.
             torch._foreach_mul_(alike, _unless_skipped(None, rate * factor, 1.0, dtype))
         kept = _unless_skipped(skip_mask, 1 - rate * weight_decay, 1.0, dtype)
         if weight_decay != 0 and cautious:
@@ -345,24 +346,24 @@ def _widened(
     """
     results = list(lists)
     dtypes = [tensors[0].dtype for tensors in lists]
-    narrow = [i for i in range(len(lists)) if dtypes[i] != dtype or (copies and i == 0)]
-    if not narrow:
+    copied = [i for i in range(len(lists)) if dtypes[i] != dtype or (copies and i == 0)]
+    if not copied:
         return results
     indices_by_shape: dict[torch.Size, list[int]] = defaultdict(list)
     for index, tensor in enumerate(lists[0]):
         indices_by_shape[tensor.shape].append(index)
-    counts = [len(narrow) * len(indices) for indices in indices_by_shape.values()]
+    counts = [len(copied) * len(indices) for indices in indices_by_shape.values()]
     sizes = [c * shape.numel() for c, shape in zip(counts, indices_by_shape, strict=True)]
     flat = torch.empty(sum(sizes), dtype=dtype, device=lists[0][0].device)
-    for number in narrow:
+    for number in copied:
         results[number] = [*lists[number]]
     parts = zip(indices_by_shape.items(), counts, flat.split(sizes), strict=True)
     for (shape, indices), count, part in parts:
         views = part.view(count, *shape).unbind() if count > 1 else [part.view(shape)]
-        places = ((number, index) for number in narrow for index in indices)
+        places = ((number, index) for number in copied for index in indices)
         for (number, index), view in zip(places, views, strict=True):
             results[number][index] = view
-    for number in narrow:
+    for number in copied:
         torch._foreach_copy_(results[number], lists[number])
         if number == 0 and skip_mask is not None:
             flat.masked_fill_(skip_mask, fill)  # before the other lists are written

@@ -387,10 +387,10 @@ def pair(
     product, is_tall = library.product, x.shape[-2] > x.shape[-1]
     if known is None:
         known = product(x.mT, right=x) if is_tall else product(x)
-    p = product(known, known, b0, c0)
+    p = product(known, known, beta=b0, alpha=c0)
     p.diagonal(dim1=-2, dim2=-1).add_(a0)
-    known = product(product(p, right=known.mT), right=p.mT)
-    q = product(known, known, b1, c1)
+    known = product(product(p, right=known.mT), right=p.mT)  # A of the iterate in between
+    q = product(known, known, beta=b1, alpha=c1)
     q.diagonal(dim1=-2, dim2=-1).add_(a1)
     factor = product(q, right=p.mT)
     del known, p, q  # memory, of which a pair thus takes no more than a single step

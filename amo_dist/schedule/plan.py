@@ -40,7 +40,7 @@ class ErrorCurve(NamedTuple):
     """Errors of one operator type, with one entry for each number of steps that a plan may give.
 
     Attributes:
-        ells: Effective ``ell`` for which the schedule of so many steps is composed.
+        ells: Effective ``ell`` of the schedule of so many steps, as `schedule_for` takes it.
         errors: Error that it leaves.
         uniform: Error that the uniform schedule leaves.
     """
@@ -241,7 +241,7 @@ def check_budget(config: AMOConfig, costs: Sequence[int]) -> int:
     return budget
 
 
-def candidates(config: AMOConfig) -> tuple[tuple[int, float], ...]:
+def candidate_settings(config: AMOConfig) -> tuple[tuple[int, float], ...]:
     """Numbers of steps, each with every ``ell``, whose errors an observation measures.
 
     None for ``paper``. The uniform schedule is always among them.
@@ -257,7 +257,7 @@ def best_curve(config: AMOConfig, errors: Sequence[float]) -> ErrorCurve:
     """The ``ell`` of least error for each number of steps; ties go to the greater.
 
     Args:
-        config: Settings of `candidates`.
+        config: Settings of `candidate_settings`.
         errors: Mean error of each candidate. Empty where no matrix was valid: errors are then those
             of singular values that are all at ``base_ell``, without the exact norm.
     """
@@ -268,7 +268,7 @@ def best_curve(config: AMOConfig, errors: Sequence[float]) -> ErrorCurve:
         squares = {k: error * error for k, error in worst.items()}
         ells = (config.base_ell,) * len(steps)
         return ErrorCurve(ells, tuple(squares[k] for k in steps), squares[config.base_steps])
-    error_of = dict(zip(candidates(config), errors, strict=True))
+    error_of = dict(zip(candidate_settings(config), errors, strict=True))
     best = [
         min((error, -ell) for (count, ell), error in error_of.items() if count == k) for k in steps
     ]

@@ -22,7 +22,7 @@ from amo_dist.schedule.plan import (
     Plan,
     StepsAndElls,
     best_curve,
-    candidates,
+    candidate_settings,
     check_budget,
     make_plan,
     plan_paper,
@@ -293,7 +293,7 @@ class Amo(Source):
 
     def candidates(self) -> Sequence[Schedule]:
         """Every number of steps that a plan may give, with every ``ell`` of a grid."""
-        return [schedule_for(ell, steps) for steps, ell in candidates(self.config)]
+        return [schedule_for(ell, steps) for steps, ell in candidate_settings(self.config)]
 
     def sample(self, step: int) -> Sequence[str]:
         """Names of the matrices to observe at a step, sorted; none at most steps."""

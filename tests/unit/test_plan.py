@@ -175,7 +175,7 @@ def test_the_papers_range_is_relaxed_no_farther_than_needed(
 
 def test_the_best_ell_of_each_number_of_steps_and_ties_to_the_greater() -> None:
     config = AMOConfig(base_ell=2e-3)
-    tried = plans.candidates(config)
+    tried = plans.candidate_settings(config)
     # Ten a decade, to three digits; 2e-3 is one of them.
     grid = {float(f"{10 ** (i / 10):.3g}e{power}") for power in range(-5, -1) for i in range(10)}
     assert sorted(tried) == [(k, ell) for k in range(3, 8) for ell in sorted({*grid, 0.1})]
