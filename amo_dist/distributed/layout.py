@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard, zeros
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from amo_dist.compat import StridedShard, local_of
 from amo_dist.config import Box, require
@@ -258,26 +258,6 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach() if tensor.requires_grad else tensor
     local: torch.Tensor = local_of(tensor)
     return local
-
-
-def zeros_per_slice(param: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
-    """float32 zeros with size 1 along some dims, else in the parameter's shape and placements.
-
-    Args:
-        param: A DTensor, or a plain tensor.
-        dims: Dims from the end, such as -1. Where one is sharded, the zeros are replicated.
-    """
-    dims = [param.dim() + dim for dim in dims]
-    shape = [1 if dim in dims else size for dim, size in enumerate(param.shape)]
-    if not isinstance(param, DTensor):
-        return torch.zeros(shape, dtype=torch.float32, device=param.device)
-    placements = [
-        Replicate() if isinstance(p, Shard) and p.dim % param.dim() in dims else p
-        for p in param.placements
-    ]
-    mesh = param.device_mesh
-    made = zeros(shape, dtype=torch.float32, device_mesh=mesh, placements=placements)
-    return made.to(param.device)  # the host, for parameters that are offloaded
 
 
 def _overlaps(

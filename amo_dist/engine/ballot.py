@@ -416,8 +416,9 @@ class Ballots:
     def _raise_for_updates(self, words: dict[int, dict[str, Any]]) -> None:
         owners = {name: rank for rank, own in words.items() for name in own["updates"]}
         name = min(owners)
+        kind = next(m.operator_type for m in self._world.registry if m.name == name)
         raise NonFiniteUpdateError(
-            f"{name}: the last update of this matrix was NaN or inf on its owner, rank "
+            f"{name}: the last update of this {kind} matrix was NaN or inf on its owner, rank "
             f"{owners[name]} (the first of {len(owners)} such matrices), and was left out. Its "
             "momentum_buffer is damaged, or its schedule diverges: check the schedule's "
             "coefficients, and go on from an earlier checkpoint"

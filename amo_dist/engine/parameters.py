@@ -73,14 +73,6 @@ class Param:
         self.dtype = self.tensor.dtype
         self.is_convolution = self.tensor.dim() > 2 and any(v.boxes is None for v in self.views)
 
-    @property
-    def input_dims(self) -> tuple[int, ...]:
-        """Dims of the tensor that count the inputs of a neuron, from the end."""
-        num_dims, output_dim = self.tensor.dim(), self.views[0].dim
-        if self.is_convolution and output_dim == 0:
-            return tuple(range(1 - num_dims, 0))
-        return (-num_dims,) if self.is_convolution else (-1 - output_dim,)
-
 
 class LocalParam:
     """This rank's part of a parameter, for the length of one step.

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, zeros
 
-from amo_dist.distributed.layout import Matrix, zeros_per_slice
+from amo_dist.distributed.layout import Matrix
 from amo_dist.engine.hyperparameters import is_below
 from amo_dist.engine.parameters import Param, Piece
 from amo_dist.engine.rule import AllSum
@@ -44,7 +45,7 @@ class NorMuonRule(FixedNormRule):
 
     def state(self, param: Param) -> dict[str, Tensor]:
         """``neuron_moment``, float32: as the parameter, with size 1 along a neuron's inputs."""
-        return {"neuron_moment": zeros_per_slice(param.tensor, param.input_dims)}
+        return {"neuron_moment": _zeros_per_neuron(param)}
 
     def sums(self, matrix: Matrix) -> tuple[int, ...]:
         """Squares by neuron if ranks hold parts of neurons; then the squared norm."""
@@ -73,6 +74,27 @@ class NorMuonRule(FixedNormRule):
             updates[i].div_(moment.sqrt().add_(EPS))
         self.set_norms(updates, pieces, [piece.group["beta2"] for piece in pieces], allsum)
         return updates
+
+
+def _zeros_per_neuron(param: Param) -> Tensor:
+    """float32 zeros with size 1 along the dims of a neuron's inputs, in the parameter's placements.
+
+    Where such a dim is sharded, the zeros are replicated.
+    """
+    tensor, output_dim = param.tensor, param.views[0].dim
+    dims: Sequence[int] = (tensor.dim() - 1 - output_dim,)
+    if param.is_convolution:
+        dims = (0,) if output_dim else range(1, tensor.dim())
+    shape = [1 if dim in dims else size for dim, size in enumerate(tensor.shape)]
+    if not isinstance(tensor, DTensor):
+        return torch.zeros(shape, dtype=torch.float32, device=tensor.device)
+    placements = [
+        Replicate() if isinstance(p, Shard) and p.dim % tensor.dim() in dims else p
+        for p in tensor.placements
+    ]
+    mesh = tensor.device_mesh
+    made = zeros(shape, dtype=torch.float32, device_mesh=mesh, placements=placements)
+    return made.to(tensor.device)  # the host, for parameters that are offloaded
 
 
 def _num_inputs(piece: Piece) -> int:
