@@ -1,9 +1,9 @@
 """Owners of matrices, and the plan of an exchange, made without communication.
 
-Ownership exists for the length of one step; no state moves with it. It is pure and deterministic,
-the same on every rank. A plan is a list of buckets. In a bucket each owner gathers at most a stated
-number of bytes (or one larger matrix), so that every rank of the mesh has work in every bucket, and
-the buckets in flight bound the memory.
+An owner holds a matrix during a step alone; no state moves with it. Who owns what is pure and
+deterministic, the same on every rank, and changes once at most, at the lock. A plan is a list of
+buckets. In a bucket each owner gathers at most a stated number of bytes (or one larger matrix), so
+that every rank of the mesh has work in every bucket, and the buckets in flight bound the memory.
 """
 
 from __future__ import annotations

@@ -267,7 +267,7 @@ class Ballots:
         self._judge(ballot, Tally.of(self._reduce(ballot).tolist()))
 
     def report_failure(self, part: str, error: Exception) -> None:
-        """Keep a failure of this rank alone: others wait for it, so all raise at the next ballot.
+        """Keep a failure of this rank for the next ballot: all ranks raise when they read that.
 
         Args:
             part: Name of the failed part of a step.

@@ -52,7 +52,7 @@ def observe(engine: Engine, step: Step) -> dict[str, Measurement]:
     """Measure the sample of a step, each matrix on the rank that gets it; a collective.
 
     What the step orthogonalized is gathered once more, in float32: training rounds it to send it.
-    If that fails on one rank, all raise at their next vote.
+    If that fails on one rank, all raise when they read their next ballot.
 
     Args:
         engine: Engine that has run the step.

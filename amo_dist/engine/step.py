@@ -1,6 +1,6 @@
 """One step of the optimizer: momentum, gather, orthogonalize, scatter, apply.
 
-Momentum stays sharded. For the length of a step each matrix has one owner rank, which gathers it,
+Momentum stays sharded. Each matrix has one owner rank, which during a step gathers it,
 orthogonalizes it, and sends the results back::
 
     rank 0   momentum ─┐           ┌─ orthogonalize its matrices ─┐            ┌─ apply
@@ -10,10 +10,10 @@ orthogonalizes it, and sends the results back::
 Five invariants hold in every step:
 
 1. All ranks call the same collectives in the same order.
-2. After the vote no rank raises alone: a failure of one rank is kept for the next vote, by which
-   all ranks raise.
-3. The host never waits for a device in a step that measures nothing, keeps its owners and finds
-   gradients in the placements of their parameters.
+2. After the vote no rank raises alone: a failure of one rank goes into the next ballot, and all
+   ranks raise when they read that.
+3. The host waits for nothing but the ballot of the last step in a step that measures nothing,
+   keeps its owners and finds gradients in the placements of their parameters.
 4. The sizes of messages never depend on which gradients exist: zeros stand in for missing ones.
 5. On a CPU, bits do not depend on how a matrix is cut over ranks.
 """
@@ -90,8 +90,8 @@ class Orders:
     Attributes:
         step: Optimizer step, counted from 1.
         schedules: Schedule of each matrix of this process.
-        digest: Digest of the settings and of all schedules, alike on all ranks.
-        owners_are_final: Whether owners balance the work of the locked schedules. False before
+        digest: Digest of the settings, of all schedules and of the source's state.
+        balances_locked_work: Whether owners balance the work of the locked schedules. False before
             the lock, when they balance that of the first schedules, and always in round robin.
         sample: Names of the matrices to observe after the step; empty at most steps.
         candidates: Schedules whose errors the observation measures.
@@ -101,7 +101,7 @@ class Orders:
     step: int
     schedules: Sequence[Schedule]
     digest: str
-    owners_are_final: bool
+    balances_locked_work: bool
     sample: Sequence[str]
     candidates: Sequence[Schedule]
     checked: str | None
@@ -241,8 +241,8 @@ class Engine:
         require(len(counts) <= 1, f"{type(rule).__name__}.sums", f"{counts} sums", expected)
         # Exchanges of training, which serve step after step.
         self._exchanges: list[Exchange] = []
-        # `Orders.owners_are_final` of their owners; None while there are none.
-        self._owners_are_final: bool | None = None
+        # `Orders.balances_locked_work` of their owners; None while there are none.
+        self._balances_locked_work: bool | None = None
         # Exchanges of the coming observation alone.
         self._sampled: list[Exchange] = []
         self.sent_bytes = 0
@@ -290,9 +290,10 @@ class Engine:
         Raises:
             As `Ballots.vote`.
         """
-        is_new = orders.owners_are_final is not self._owners_are_final
+        is_new = orders.balances_locked_work is not self._balances_locked_work
+        self._sampled = []  # those of a step that was skipped, or in which a rank raised
         if is_new:  # the old buffers are freed; None until no rank has raised
-            self._exchanges, self._owners_are_final = [], None
+            self._exchanges, self._balances_locked_work = [], None
         # The host must know now whether the step is skipped (an observation of it is invalid),
         # lacks buffers (it cannot run), or comes before the first gradient (it does not count).
         measures = bool(orders.sample) or orders.checked is not None
@@ -303,7 +304,9 @@ class Engine:
                 self._make_buffers(orders, is_new)
             text = "\n".join(self._lines(orders, is_new=is_new, waits=waits))
         verdict = self.ballots.vote(orders.step, text, fault, waits=waits)
-        self._owners_are_final = orders.owners_are_final
+        if verdict.reason:
+            self._sampled = []
+        self._balances_locked_work = orders.balances_locked_work
         return verdict
 
     def _lines(self, orders: Orders, *, is_new: bool, waits: bool) -> list[str]:
@@ -328,8 +331,7 @@ class Engine:
             if is_new:
                 self._exchanges = self._make_exchanges(range(len(matrices)), schedules, self.wire)
             # Training rounds what it sends, and an observation does not.
-            dtype = torch.float32
-            self._sampled = self._make_exchanges(sampled, schedules, dtype, returns=False)
+            self._sampled = self._make_exchanges(sampled, schedules, torch.float32, returns=False)
         except Exception as error:
             self.ballots.report_failure(f"step {orders.step}: allocating buffers", error)
 
@@ -348,10 +350,8 @@ class Engine:
             The step, for the measurements that follow it.
         """
         self.sent_bytes = 0
-        params = [
-            LocalParam(param, self.state[param.tensor], grad)
-            for param, grad in zip(self.parameters.params, verdict.grads, strict=True)
-        ]
+        pairs = zip(self.parameters.params, verdict.grads, strict=True)
+        params = [LocalParam(param, self.state[param.tensor], grad) for param, grad in pairs]
         settings = [momentum_of(group, self.config) for group in self.groups]
         step = Step(orders, params, settings, verdict.skip_mask)
         try:
@@ -366,7 +366,7 @@ class Engine:
                 self._post(step)
         except BaseException:
             # Messages still under way must not arrive in the buffers of a later step.
-            self._owners_are_final, self._exchanges = None, []
+            self._balances_locked_work, self._exchanges = None, []
             raise
         self._norms = step.norms
         self.ballots.report_updates(step.outcomes, step.skip_mask)
@@ -426,9 +426,10 @@ class Engine:
     def _pipeline(self, step: Step, buckets: Sequence[Bucket], *, is_first: bool) -> None:
         """Run the buckets of one set of ranks to their end, with double buffering.
 
-        AdamW, in the first set, and the buckets that do not travel run under the first gathers. A
-        column is one turn of the loop::
+        AdamW, in the first set, and the buckets that do not travel run under the first gathers.
+        Turn k of the loop computes bucket k, gathers bucket k + 2, and applies bucket k - 1::
 
+                       before   turn 0            turn 1            turn 2
             bucket 0   gather | compute         | apply
             bucket 1   gather |                 | compute         | apply
             bucket 2          |         gather  |                 | compute         | apply

@@ -116,8 +116,8 @@ def step_sizes(
 
     Depends on the arguments alone, and of the device on its kind: the same on every rank.
 
-    ``auto`` takes pairs where they save time: on a CPU for matrices at least twice as long as they
-    are short; in 16 bits from an aspect of 2.5 on, and on other devices, too. ``gram`` takes them
+    ``auto`` takes pairs where they save time: in 16 bits for matrices at least 2.5 times as long as
+    they are short; in 32 and more on a CPU alone, from twice as long on. ``gram`` takes them
     for every aspect. Both take single steps for a short side below 64, on other devices than a CPU
     below 128, and those pairs alone that are safe: in 32 bits all of them, in 16 bits as
     `safe_sizes` tells.
@@ -299,8 +299,8 @@ class Library(NamedTuple):
 
     Attributes:
         product: `symmetric_product`, or a function in its place.
-        apply: ``apply(factor, x, multiple, is_tall)``: ``multiple * X + factor X``, X being ``x``
-            or, where that is tall, its transpose.
+        apply: ``apply(factor, x, multiple, is_tall)``: ``multiple * x + factor x``, or for a tall
+            ``x`` ``multiple * x + x factor``.
     """
 
     product: Product
@@ -358,6 +358,7 @@ def standard(
     for a, b, c in coefficients:
         if known is None:
             known = library.product(x.mT, right=x) if is_tall else library.product(x)
+        # b A + c A A, then a X + that times X.
         x, known = library.apply(library.product(known, known, b, c), x, a, is_tall), None
     return x
 

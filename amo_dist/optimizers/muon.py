@@ -255,23 +255,24 @@ class Muon(torch.optim.Optimizer):
         if not engine.is_connected:
             self._connect(fault)
         self._settle_last_step()
-        self._state_before = self._schedule_state  # now, as the step may raise
+        # Set now: if this step raises after its ballot, settling it takes the state back to here.
+        self._state_before = self._schedule_state
         orders = self._orders()
         verdict = engine.agree(orders, fault)
         if verdict.is_before_first_gradient:
             return
-        step = None
+        done = None
         if verdict.reason:
             self._count_skipped(orders.step, verdict.reason)
         else:
-            step = engine.run(orders, verdict)
+            done = engine.run(orders, verdict)
         self._schedule_state = dataclasses.replace(self._schedule_state, steps_taken=orders.step)
         with torch.profiler.record_function("amo::observe"):
             if orders.sample:
-                self._record(orders.step, observe(engine, step) if step else {})
-                self._observe_seconds = step.observe_seconds if step else 0.0
+                self._record(orders.step, observe(engine, done) if done else {})
+                self._observe_seconds = done.observe_seconds if done else 0.0
             if orders.checked is not None:
-                self._check_residual(orders, agreed_residual(engine, step) if step else 0.0)
+                self._check_residual(orders, agreed_residual(engine, done) if done else 0.0)
 
     def _settle_last_step(self) -> None:
         """Read the verdict of the last step, if nobody has read it.
@@ -299,13 +300,13 @@ class Muon(torch.optim.Optimizer):
         state, registry = self._schedule_state, self._engine.world.registry
         source, step, every = state.source, state.steps_taken + 1, state.config.ns_guard_every
         decision, sample = self._decide(step), source.sample(step)
-        # Owners change once, at the lock: new ones make all ranks wait.
+        # Balanced owners change once, at the lock, as new ones make all ranks wait.
         is_balanced = state.config.ownership == "balanced"
         return Orders(
             step=step,
             schedules=decision.schedules,
             digest=decision.digest,
-            owners_are_final=is_balanced and source.phase(step) == "locked",
+            balances_locked_work=is_balanced and source.phase(step) == "locked",
             sample=sample,
             candidates=source.candidates() if sample else (),
             checked=matrix_to_check(registry, step, every) if every else None,

@@ -12,7 +12,7 @@ from amo_dist.schedule.plan import (
     PLAN_FILE,
     ErrorCurve,
     Plan,
-    check_budget,
+    budget_of,
     make_plan,
     plan_paper,
     plan_range,
@@ -91,7 +91,7 @@ def plan_again(plan: Plan, changes: dict[str, Any]) -> Plan:
     if plan.planner == "paper":
         return plan_paper(config, dict(zip(names, plan.ell_target, strict=True)), plan.costs)
     assert plan.costs is not None
-    check_budget(config, plan.costs)
+    budget_of(config, plan.costs)
     low, high = plan_range(config)
     is_measured = plan.min_steps <= low and high <= plan.max_steps
     own = f"measurements of {plan.min_steps} to {plan.max_steps} steps"

@@ -220,7 +220,7 @@ def plan_range(config: AMOConfig, num_types: int = 1) -> tuple[int, int]:
     return low, high
 
 
-def check_budget(config: AMOConfig, costs: Sequence[int]) -> int:
+def budget_of(config: AMOConfig, costs: Sequence[int]) -> int:
     """The budget of a plan: flops, or steps for ``paper``.
 
     Args:
@@ -297,7 +297,7 @@ def make_plan(
         ValueError: The budget is infeasible.
     """
     units = costs or (1,) * len(curves)
-    budget, (low, high) = check_budget(config, units), plan_range(config, len(curves))
+    budget, (low, high) = budget_of(config, units), plan_range(config, len(curves))
     weighted = [
         dict(enumerate((weight * error for error in curve.errors), low))
         for curve, weight in zip(curves.values(), weights, strict=True)

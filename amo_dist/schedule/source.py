@@ -22,8 +22,8 @@ from amo_dist.schedule.plan import (
     Plan,
     StepsAndElls,
     best_curve,
+    budget_of,
     candidate_settings,
-    check_budget,
     make_plan,
     plan_paper,
     remarks,
@@ -194,8 +194,9 @@ class Observation:
 
     Attributes:
         step: Optimizer step.
-        ell: Median effective ``ell`` of the valid matrices, which is the measured one over
-            ``SAFETY``; None where none was valid.
+        ell: Median effective ``ell`` of the valid matrices: the measured one over ``SAFETY``, by
+            which `schedule_for` multiplies again. None where none was valid. Only ``planner =
+            "paper"`` plans by its value.
         num_sampled: Number of matrices that were drawn.
         num_invalid: Matrices with a non-finite entry, or with zeros alone, which contribute
             nothing.
@@ -210,9 +211,9 @@ class Observation:
 class Amo(Source):
     """Adaptive Muon Orthogonalization: observe, plan, glide to the plan, lock.
 
-    Optimizer steps 1 to ``observe_until`` run the uniform schedule and are observed; the plan is
-    made at the end of the last of them. The next ``transition_steps`` interpolate; from the last of
-    these on the plan itself is in force.
+    Optimizer steps 1 to ``observe_until`` run the uniform schedule, and every ``interval``-th of
+    them is observed; the plan is made at the end of the last. The next ``transition_steps``
+    interpolate; the last of these runs the plan itself, and is the first that is locked.
 
     Args:
         config: When to observe, how to plan, how long to glide.
@@ -225,7 +226,7 @@ class Amo(Source):
         # Observations of the plan, or those toward it.
         self.observations: tuple[Observation, ...] = ()
         self.plan: Plan | None = None
-        # Step after which errors are added up: that at which settings have changed.
+        # Step at which changed settings dropped the plan and the errors; 0 if none have changed.
         self._errors_since = 0
         # Errors of all candidates by type: means over the valid matrices of an observation, summed
         # over observations. Empty before the first one, and under a plan.
@@ -245,7 +246,7 @@ class Amo(Source):
         self._members = {t: [m for m in ordered if m.operator_type == t] for t in types}
         self._check_types()
         if types:
-            check_budget(self.config, self._costs())
+            budget_of(self.config, self._costs())
 
     def _check_types(self) -> None:
         types = {name for observation in self.observations for name in observation.ell}
@@ -311,17 +312,17 @@ class Amo(Source):
         ell: dict[str, float | None] = {}
         num_sampled, num_invalid = dict[str, int](), dict[str, int]()
         sums, lines = dict(self._error_sums), list[str]()
-        for name, drawn in self._drawn(step).items():
+        for kind, drawn in self._drawn(step).items():
             valid = [matrix for matrix in drawn if matrix.name in observed]
             invalid = [matrix.name for matrix in drawn if matrix.name not in observed]
             ells = [min(observed[matrix.name].ell, 1.0) / SAFETY for matrix in valid]
-            ell[name] = statistics.median(ells) if ells else None
-            num_sampled[name], num_invalid[name] = len(drawn), len(invalid)
+            ell[kind] = statistics.median(ells) if ells else None
+            num_sampled[kind], num_invalid[kind] = len(drawn), len(invalid)
             if valid:
                 rows = [observed[matrix.name].errors for matrix in valid]
                 means = _means(rows, [matrix.weight for matrix in valid])
-                totals = sums.get(name, [0.0] * len(means))
-                sums[name] = [total + mean for total, mean in zip(totals, means, strict=True)]
+                totals = sums.get(kind, [0.0] * len(means))
+                sums[kind] = [total + mean for total, mean in zip(totals, means, strict=True)]
             if invalid:
                 lines.append(f"step {step}: no valid ell for {', '.join(invalid)}: left out")
         lines += self._remarks_on_tau(step, observed)
@@ -347,24 +348,24 @@ class Amo(Source):
     ) -> tuple[Plan, list[str]]:
         """The plan, a pure function of agreed numbers and of the settings; and remarks on it."""
         config, costs = self.config, self._costs()
-        ells_by_step = {
-            name: {o.step: ell for o in observations if (ell := o.ell[name]) is not None}
-            for name in self._members
+        ell_by_step_by_type = {
+            kind: {o.step: ell for o in observations if (ell := o.ell[kind]) is not None}
+            for kind in self._members
         }
         fallback = f"has no valid observation; it falls back to base_ell = {config.base_ell:g}"
-        lines = [f"{name} {fallback}" for name, ells in ells_by_step.items() if not ells]
+        lines = [f"{kind} {fallback}" for kind, own in ell_by_step_by_type.items() if not own]
         if config.planner == "paper":
             target = {
-                name: shrunk(config, statistics.median(ells.values()) if ells else config.base_ell)
-                for name, ells in ells_by_step.items()
+                kind: shrunk(config, statistics.median(own.values()) if own else config.base_ell)
+                for kind, own in ell_by_step_by_type.items()
             }
             plan = plan_paper(config, target, costs)
         else:
             curves: dict[str, ErrorCurve] = {}
-            for name, ells in ells_by_step.items():
-                num_summed = sum(step > self._errors_since for step in ells)
-                means = [total / num_summed for total in sums.get(name, ())]
-                curves[name] = best_curve(config, means)
+            for kind, ell_by_step in ell_by_step_by_type.items():
+                num_summed = sum(step > self._errors_since for step in ell_by_step)
+                means = [total / num_summed for total in sums.get(kind, ())]
+                curves[kind] = best_curve(config, means)
             plan = make_plan(config, curves, self._weights(), costs)
         return plan, [*lines, *remarks(plan, config)]
 
