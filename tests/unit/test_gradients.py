@@ -1,4 +1,4 @@
-"""The bound on gradients: nothing below it overflows the optimizer's state."""
+"""The bound on gradients, below which no state overflows, and steps that it skips."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from torch import nn
 
 from amo_dist import AdaMuon, Muon, NonFiniteGradientError, param_groups
 from amo_dist.engine.ballot import LARGEST_GRADIENT
+from tests import runs
+from tests.distributed import models
+from tests.simulated_device import simulated_device
 
 
 @pytest.mark.parametrize("kind", [Muon, AdaMuon])
@@ -27,3 +30,17 @@ def test_the_largest_gradient_leaves_state_finite(kind: type[Muon], dtype: torch
     model.bias.grad *= 4
     with pytest.raises(NonFiniteGradientError, match="bias"):
         optimizer.step()
+
+
+def test_a_skipped_observation_leaves_no_memory_behind() -> None:
+    with simulated_device() as device:
+        model, optimizer = runs.make(device="cuda", nonfinite="skip_step")
+        for step in (1, 2):
+            models.set_gradients(model, 1, step)
+            if step == 2:
+                model.get_parameter(runs.WQ).grad.fill_(math.nan)
+            optimizer.step()
+        assert optimizer.source.observations[0].num_invalid["attn_q"] == 2
+        state = [value for own in optimizer.state.values() for value in own.values()]
+        kept = [*model.parameters(), *(p.grad for p in model.parameters()), *state]
+        assert device.held_bytes(without=kept) < 256  # flags and norms
