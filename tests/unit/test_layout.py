@@ -65,6 +65,11 @@ def test_a_strided_shard_that_no_later_axis_explains_keeps_every_other_chunk() -
     first, second = make_matrix("x", layout, 0).regions_by_rank[1]
     assert (first.source[0], first.target[0]) == ((0, 2), (2, 4))
     assert (second.source[0], second.target[0]) == ((2, 4), (6, 8))
+    # Another axis cuts the pieces side by side.
+    placements = [_StridedShard(0, split_factor=4), Shard(0)]
+    layout = mesh_layout((16, 1), torch.arange(4).view(2, 2), placements)
+    kept = [local_tensor(layout, numbered((16, 1)), rank).flatten().tolist() for rank in (0, 1)]
+    assert kept == [[0, 1, 4, 5], [8, 9, 12, 13]]
 
 
 @few

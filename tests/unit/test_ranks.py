@@ -46,6 +46,19 @@ def test_lines_that_differ_are_named(texts: tuple[dict[Any, str], ...], expected
         compare("things", pairs)
 
 
+def test_a_pickle_finds_the_group_of_its_ranks_or_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    group: Any = object()
+    monkeypatch.setattr(ranks, "_is_distributed", lambda: True)
+    monkeypatch.setattr(ranks, "_groups_of_the_job", lambda: {(0, 1): group})
+    copied = ranks.PicklableGroup(None, ())
+    copied.__setstate__((False, (0, 1)))
+    assert copied.group is group
+    copied.__setstate__((True, (0, 1)))
+    assert copied.group is None  # the user gave none
+    with pytest.raises(ValueError, match=r"^process_group: found none of ranks \(0, 2\)"):
+        copied.__setstate__((False, (0, 2)))
+
+
 def test_ranks_that_share_nothing_may_differ() -> None:
     compare("things", {0: [((0,), "a")], 1: [((1,), "b")]})
     check_alike("things", "a", None)
