@@ -183,7 +183,7 @@ class Exchange:
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-        """Have the memory, and free it at the end.
+        """Bring the memory back for the body, and free it at the end.
 
         If the body raises it is not freed: a collective may still be writing to it.
         """
