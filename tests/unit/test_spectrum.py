@@ -90,8 +90,9 @@ def test_values_of_a_millionth_of_the_largest_are_kept(m: int) -> None:
 
 
 def test_ell_is_clamped_by_an_absolute_tau() -> None:
-    x = with_spectrum(values("deficient", M, 1e3), M)
-    for scale, is_felt in ((1.0, False), (1e-5, True)):
+    deficient = with_spectrum(values("deficient", M, 1e3), M)
+    full = with_spectrum(values("log", 3, 1e6), 3)
+    for x, scale, is_felt in ((deficient, 1.0, False), (deficient, 1e-5, True), (full, 1e-5, True)):
         ell, _, is_clamped = spectrum(x * scale)
         assert ell.item() == pytest.approx(1e-10 / scale / x.norm().item(), rel=1e-9)
         assert is_clamped == is_felt
