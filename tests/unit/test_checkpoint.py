@@ -255,6 +255,8 @@ def test_state_of_other_names_is_refused() -> None:
     message = rf"^param_names\[0\]: found .*{B}, layers\.2\.attention\.wq\.weight"
     with pytest.raises(ValueError, match=message):
         trained(A, OTHER).load_state_dict(trained(A, B).state_dict())
+    with pytest.raises(ValueError, match=r"^param_names: found \[\], expected .* of 1 groups"):
+        trained(A, B).load_state_dict({**trained(A, B).state_dict(), "param_names": []})
 
 
 # ---------------------------------------------------------------- other settings
