@@ -57,3 +57,9 @@ def test_a_matrix_goes_to_a_rank_that_holds_it_whole() -> None:
     model = build("fsdp", torch.arange(4), [(1, 8), (8, 8), (1, 8)])
     owners = [job.owner for job in assign(model.matrices, [1.0] * 3)]
     assert owners == [0, 0, 0]
+
+
+def test_balanced_evens_out_unequal_costs() -> None:
+    model = build("fsdp", torch.arange(2), [(8, 8)] * 4)
+    jobs = assign(model.matrices, [3.0, 1.0, 1.0, 1.0], ownership="balanced")
+    assert [job.owner for job in jobs] == [0, 1, 1, 1]
