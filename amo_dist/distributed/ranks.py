@@ -269,8 +269,9 @@ class Membership:
         if to_make and not _is_whole(self.ranks):
             raise ValueError(
                 f"process_group: found no group of ranks {list(to_make[0])}, which share a matrix, "
-                f"in a world of ranks {list(self.ranks)}, expected one: have all ranks of the job "
-                f"make it before the first step, dist.new_group({list(to_make[0])})"
+                f"in a world of ranks {list(self.ranks)}, expected one where these are not the "
+                "whole job: have all ranks of the job make it before the first step, "
+                f"dist.new_group({list(to_make[0])})"
             )
         for ranks in to_make:
             group = dist.new_group(list(ranks), timeout=_timeout())

@@ -332,8 +332,8 @@ class Ballots:
         if tally.is_good:
             return "taken"
         logger.warning("step %d changed nothing; the next step says why", ballot.step)
-        is_skip = self._skips and Tally(tally.exists, 0, *tally[2:]).is_good
-        return "skipped" if is_skip else "undone"
+        has_bad_gradient_alone = not any(tally[2:])
+        return "skipped" if self._skips and has_bad_gradient_alone else "undone"
 
     # ---------------------------------------------------------------- vector and words
 
@@ -354,7 +354,7 @@ class Ballots:
             if flags.values is not None:
                 is_any = flags.values.any().to(self._device)
                 vector[position].masked_fill_(is_any, world.rank + 1)
-        sizes = [3, len(marks), len(marks)]
+        sizes = [3, len(marks), len(marks)]  # flags, marks, negatives
         flags, greatest, negative = max_over(vector, world.group).split(sizes)
         return torch.cat([flags, greatest + negative])
 
@@ -434,9 +434,11 @@ class Ballots:
         step, registry = ballot.step, self._world.registry
         self._num_missing = 0 if exists == 2 else self._num_missing + 1
         if not self._num_missing:
+            if step > 1:
+                return
             pairs = zip(self._params, ballot.has_grad, strict=True)
             unused = [param.name for param, has_grad in pairs if param.views and not has_grad]
-            if unused and step == 1:
+            if unused:
                 logger.warning(
                     "%s: found no gradient in step 1, as of a parameter that the model does not "
                     "use, or no longer holds; it stays as it is until it has one",

@@ -173,7 +173,8 @@ class MatrixSums:
         if not self._num_left or len(shares) != len(self._pieces):
             raise ValueError(
                 f"allsum: found call {self._num_calls + 1} with {len(shares)} shares, expected "
-                f"{self._num_calls + self._num_left} calls with {len(self._pieces)}, one a piece"
+                f"{self._num_calls + self._num_left} calls, as `sums` declares, each with a share "
+                f"for each of {len(self._pieces)} pieces"
             )
         totals: dict[str, Tensor] = {}
         for piece, share in zip(self._pieces, shares, strict=True):

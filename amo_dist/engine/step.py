@@ -24,12 +24,7 @@ import contextlib
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import (
-    Iterator,
-    Mapping,
-    MutableMapping,
-    Sequence,
-)
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -156,9 +151,7 @@ class Update(NamedTuple):
         return whole if self.region is None else self.region.view(whole)
 
 
-def batches(
-    updates: Sequence[Update],
-) -> Iterator[tuple[int, list[Update], Sequence[Tensor]]]:
+def batches(updates: Sequence[Update]) -> Iterator[tuple[int, list[Update], Sequence[Tensor]]]:
     """Updates that are computed together: index of their group, updates, and weights to change.
 
     The weights are float32 where there are master weights, and those are lent in parts: copies of
@@ -327,11 +320,12 @@ class Engine:
         """Make the exchanges that the step lacks; if that fails here, the vote says so to all."""
         matrices, schedules = self.parameters.matrices, orders.schedules
         sampled = [i for i, matrix in enumerate(matrices) if matrix.name in orders.sample]
+        dtype = torch.float32  # training rounds what it sends, and an observation does not
         try:
             if is_new:
                 self._exchanges = self._make_exchanges(range(len(matrices)), schedules, self.wire)
-            # Training rounds what it sends, and an observation does not.
-            self._sampled = self._make_exchanges(sampled, schedules, torch.float32, returns=False)
+            if orders.sample:
+                self._sampled = self._make_exchanges(sampled, schedules, dtype, returns=False)
         except Exception as error:
             self.ballots.report_failure(f"step {orders.step}: allocating buffers", error)
 

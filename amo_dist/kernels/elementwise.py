@@ -209,8 +209,7 @@ def apply_update(
         for factor in dict.fromkeys(scales_part):
             pairs = zip(steps, scales_part, strict=True)
             alike = [step for step, step_scale in pairs if step_scale == factor]
-            # Without a mask: where it is true, the steps are zeros already.
-            torch._foreach_mul_(alike, _unless_skipped(None, rate * factor, 1.0, dtype))
+            torch._foreach_mul_(alike, _in_dtype(rate * factor, dtype))
         kept = _unless_skipped(skip_mask, 1 - rate * weight_decay, 1.0, dtype)
         if weight_decay != 0 and cautious:
             torch._foreach_mul_(wide, list(map(_cautious, wide, updates_part, repeat(kept))))
@@ -264,15 +263,17 @@ def _cautious(values: Tensor, updates: Tensor, kept: float | Tensor) -> Tensor:
     return torch.where(values.sign() == updates.sign(), kept, torch.ones_like(values))
 
 
+def _in_dtype(value: float | Tensor, dtype: torch.dtype) -> float | Tensor:
+    """A number as it is, a tensor in a dtype: 0-dim float64 would promote 0-dim float32."""
+    return value.to(dtype) if isinstance(value, Tensor) else value
+
+
 def _unless_skipped(
     skip_mask: Tensor | None, value: float | Tensor, otherwise: float, dtype: torch.dtype
 ) -> float | Tensor:
-    """The value, or ``otherwise`` where the mask is true, which only the device may know by now.
-
-    A number may stay one. A tensor gets the dtype: 0-dim float64 would promote 0-dim float32.
-    """
+    """The value, or ``otherwise`` where the mask is true, which only the device may know by now."""
     if skip_mask is None:
-        return value.to(dtype) if isinstance(value, Tensor) else value
+        return _in_dtype(value, dtype)
     if not isinstance(value, Tensor):
         # A kernel fills it: a copy to the device would wait for the device.
         value = torch.full((), value, dtype=dtype, device=skip_mask.device)

@@ -31,12 +31,7 @@ from amo_dist.engine.hyperparameters import (
     check_keys,
     describe_group,
 )
-from amo_dist.engine.observe import (
-    GUARD_BOUND,
-    agreed_residual,
-    matrix_to_check,
-    observe,
-)
+from amo_dist.engine.observe import GUARD_BOUND, agreed_residual, matrix_to_check, observe
 from amo_dist.engine.parameters import (
     Parameters,
     check_swap,
@@ -410,12 +405,13 @@ class Muon(torch.optim.Optimizer):
             return
         check_swap(before, self.param_groups)
         if self.num_steps_taken or engine.is_connected or _holds_values(self.state):
-            tensors = {id(tensor) for group in self.param_groups for tensor in group["params"]}
-            names = [param.name for param in before.params if id(param.tensor) not in tensors]
+            tensors = [tensor for group in self.param_groups for tensor in group["params"]]
+            pairs = zip(before.params, tensors, strict=True)
+            names = [param.name for param, tensor in pairs if param.tensor is not tensor]
             other = "another tensor in param_groups, or another param_groups or state, after the "
             other += "first step or after a state was loaded"
             expected = "the same: swap parameters (as fully_shard and trainers do) first, then load"
-            require(False, (*names, "params")[0], other, expected)
+            require(False, [*names, before.params[0].name][0], other, expected)
         self.state.clear()
         state = self._state_to_save()
         # The others may lie on another device, where other dtypes are in force.
@@ -429,11 +425,16 @@ class Muon(torch.optim.Optimizer):
         if num_matrices or self._allow_no_matrices:
             return
         params = self._engine.parameters.params
-        large = {p.name: p.layout.shape for p in params if len(p.layout.shape) > 1}
+        shapes = {param.name: tuple(param.layout.shape) for param in params}
+        # Parameters that might hold a matrix come first.
+        first = sorted(shapes.items(), key=lambda pair: len(pair[1]) < 2)[:3]
+        examples = ", ".join(f"{name} {shape}" for name, shape in first)
+        large = {name: shape for name, shape in shapes.items() if len(shape) > 1}
         raise ValueError(
-            f"params: found no matrix among {len(params)} parameters, expected at least one: name "
-            "yours by param_groups(model, patterns={...}), all by unknown='matrix', or none by "
-            f"allow_no_matrices=True (AdamW trains all). To paste:\n{format_patterns(large)}"
+            f"params: found no matrix among {len(shapes)} parameters ({examples}...), expected at "
+            "least one: name yours by param_groups(model, patterns={...}), take all by "
+            "unknown='matrix', or have AdamW train all of them by allow_no_matrices=True"
+            + (f". To paste and to edit:\n{format_patterns(large)}" if large else "")
         )
 
     @contextlib.contextmanager

@@ -134,8 +134,8 @@ def _timeline(config: Any) -> list[tuple[int, str]]:
     events = [(schedule.warmup_steps, "rate at its peak"), (steps, "end")]
     if config.optimizer.name == "AMO":
         amo = config.optimizer.amo
-        events.append((amo.interval, "first observation"))
-        events += [(amo.observe_until, "last observation, plan"), (amo.lock_step, "locked")]
+        events += [(amo.interval, "first observation"), (amo.lock_step, "locked")]
+        events.append((amo.observe_until, "last observation, plan"))
     return sorted((step, event) for step, event in events if 0 < step <= steps)
 
 
