@@ -44,6 +44,7 @@ def test_the_printed_rule_keeps_norms_on_any_layout(
     expected = train(0, 1, "plain")
     for name in models.types():
         before = models.initial(name, models.shapes()[name])
+        assert not torch.equal(expected[name], before)
         # Weights are rounded to float32 in each step.
         assert expected[name].norm().item() == pytest.approx(before.norm().item(), rel=1e-6)
     for weights in run_on(world_size)(train, layout):

@@ -66,6 +66,7 @@ def test_a_shuffle_has_every_number_once(size: int, seed: int, epoch: int) -> No
 def test_a_shuffle_is_the_same_everywhere_and_prefers_no_number() -> None:
     # Written down: a position in a checkpoint means this order, on every machine and version.
     assert [shuffled(place, 10**9, 42, 0, 0) for place in range(3)] == RECORDED
+    assert [shuffled(place, 16, 42, 0, 0) for place in range(4)] == [0, 5, 14, 4]  # all of 4 bits
     counts = Counter((place, shuffled(place, 7, seed)) for seed in range(700) for place in range(7))
     # Of 100 expected: five standard deviations, of the 49 pairs together.
     chi_squared = sum((counts[place, n] - 100) ** 2 / 100 for place in range(7) for n in range(7))
@@ -97,6 +98,11 @@ def test_an_epoch_has_every_sequence_once(corpus: Path) -> None:
     assert sorted(epoch) == sorted(in_order)  # each once, with its label
     assert epoch != in_order
     assert drawn[62:] != epoch[:10]
+
+
+def test_the_last_token_begins_no_sequence(tmp_path: Path) -> None:
+    path = write_packed(tmp_path / "corpus", [["a" * 15]])  # 16 tokens: none follows the last
+    assert set(global_batches(loaders(path, 1), 1)[0]) == {(97,) * 9}
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 4), (2, 4), (4, 2)])

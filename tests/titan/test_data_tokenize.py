@@ -153,12 +153,12 @@ def test_a_killed_run_goes_on_with_the_bytes_of_an_undisturbed_one(tmp_path: Pat
 
 def test_slurm_gets_the_tasks_and_the_programs_of_this_environment(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}])
-    options = ("--tasks=2", "--executor=slurm", "--executor-option=partition=cpu")
+    options = ("--tasks=2", "--executor=slurm", "--executor-option=partition=a=b")
     with mock.patch("datatrove.executor.slurm.SlurmPipelineExecutor", autospec=True) as executor:
-        assert run(tmp_path, tmp_path / "out", *options, "--executor-option=time=1") == 0
+        assert run(tmp_path, tmp_path / "new/out", *options, "--executor-option=time=1") == 0
     (pipeline,), given = executor.call_args
     pickle.dumps(pipeline)  # as each task of the array reads it
-    assert (given["tasks"], given["partition"], given["time"]) == (2, "cpu", 1)
+    assert (given["tasks"], given["partition"], given["time"]) == (2, "a=b", 1)
     assert str(Path(sys.executable).parent) in given["env_command"]
 
 
