@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from amo_dist import AMO, Muon, MuonConfig, param_groups
+from amo_dist import AMO, Fused, Muon, MuonConfig, param_groups
 from tests import runs
 from tests.distributed import models
 from tests.distributed.harness import Ranks
@@ -35,6 +35,7 @@ MISMATCHES = {
     "dtype": ["torch.float32", f"rank 1 has {WK}", "torch.bfloat16"],
     "shape": ["(3, 8)", f"rank 1 has {WK}", "(6, 8)"],
     "type": ["attn_k", f"rank 1 has {WK}", "attn_other"],
+    "cut": ["attn_q", f"rank 1 has {WQ}", "cut by"],
     "layout": [f"rank 0 has {WQ}", "rank 1 has nothing"],
     "schedule": ["rank(s) 1 differ from rank 0"],
 }
@@ -47,7 +48,11 @@ def disagree(rank: int, world_size: int) -> dict[str, str]:
     for fault in MISMATCHES:
         own = fault if rank == 1 else ""
         model = models.build(tensors_of(own))
-        groups = param_groups(model, patterns={WK: "attn_other"} if own == "type" else None)
+        patterns = {WK: "attn_other"} if own == "type" else {}
+        if fault == "cut":
+            parts = (("attn_q", 8), ("attn_v", 4))
+            patterns = {WQ: Fused(parts, groups=2 if own else 1)}
+        groups = param_groups(model, patterns=patterns)
         optimizer = Muon(
             groups,
             schedule="you" if own == "schedule" else "kj",
