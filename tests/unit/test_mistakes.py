@@ -77,6 +77,7 @@ SCALES = "adjust_lr: found 'original' with .*Rule, which scales"
         (lambda: Muon([lone(), lone()]), f"params: found {WQ} more than once"),
         (lambda: Muon([{**adamw(PARAM)[0], "params": [("a", PARAM), ("b", PARAM)]}]), "a and as b"),
         (lambda: Muon([lone(params=[(WQ, PARAM * 1)])]), "non-leaf"),
+        (lambda: Muon([lone(params=[(WQ, nn.Parameter(PARAM.to_sparse()))])]), "of layout"),
         (lambda: Muon(adamw(ones(3, 3, dtype=torch.int32))), "a: found"),
         (lambda: Muon(adamw(ones(3, device="meta"))), "a: found a meta"),
         (lambda: Muon(adamw([1.0])), "a: found list"),

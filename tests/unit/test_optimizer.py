@@ -75,6 +75,19 @@ def test_a_skipped_observation_is_invalid_and_planning_goes_on() -> None:
     assert optimizer.metrics()["amo/invalid_observations"] == 3
 
 
+@pytest.mark.parametrize("scale", [2.0**-34, 1.0])
+def test_a_run_says_where_the_papers_tau_counts(
+    scale: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, optimizer = runs.make(planner="paper")
+    for step in (1, 2):
+        models.set_gradients(model, 1, step)
+        for param in model.parameters():
+            param.grad *= scale  # type: ignore[operator]
+        optimizer.step()
+    assert ("tau" in caplog.text) == (scale < 1.0)
+
+
 def test_an_update_that_diverges_is_left_out_and_named_at_the_next_step(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
