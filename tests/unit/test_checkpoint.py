@@ -151,6 +151,16 @@ def tensor(
     return changed
 
 
+def group(**fields: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Other fields of the first group."""
+
+    def changed(saved: dict[str, Any]) -> dict[str, Any]:
+        first, *others = saved["param_groups"]
+        return {**saved, "param_groups": [{**first, **fields}, *others]}
+
+    return changed
+
+
 def unlike(saved: dict[str, Any]) -> dict[str, Any]:
     """Groups that do not say the same."""
     first, second = saved["param_groups"]
@@ -171,9 +181,12 @@ def unlike(saved: dict[str, Any]) -> dict[str, Any]:
         (lambda saved: with_control(saved, '{"format'), "control"),
         (lambda saved: with_control(saved, "3"), "control"),
         (unlike, "control: found 2 different texts"),
-        (lambda saved: {**saved, "param_groups": 3}, "param_groups"),
+        (lambda saved: {**saved, "param_groups": 3}, "param_groups: found int"),
         (lambda saved: {**saved, "param_groups": saved["param_groups"][:1]}, "param_groups"),
+        (group(params=[0]), "param_groups[0].params: found 1"),
+        (group(algorithm="sgd"), "param_groups[0].algorithm: found 'sgd'"),
         (lambda saved: {**saved, "state": None}, "state"),
+        (lambda saved: {**saved, "state": {**saved["state"], 0: [1.0]}}, "found [1.0]"),
         (lambda saved: {**saved, "state": {**saved["state"], 0: {}}}, f"state of {WQ}"),
         (tensor(lambda momentum: momentum.T), "momentum_buffer: found shape (8, 12)"),
         (tensor(lambda momentum: "zeros"), "momentum_buffer: found str"),
