@@ -322,16 +322,16 @@ def test_gradients_are_compared_among_the_ranks_that_need_them(run_on: Ranks) ->
 
 
 def add_terms(rank: int, world_size: int, device: str) -> tuple[list[float], list[str]]:
-    """Gradients that are terms of a sum, which is too large at last; and one that a rank lacks."""
+    """Gradients that are terms of a sum: one that a rank lacks, too large a sum, and a NaN."""
     with on(device):
         mesh, ones = init_device_mesh(device, (world_size,)), torch.ones(4, device=device)
         param = nn.Parameter(distribute_tensor(ones.clone(), mesh, [Replicate()]))
         groups = param_groups(models.build({"norm.weight": param}))
         optimizer = Muon(groups, lr=0.5, weight_decay=0.0, allow_no_matrices=True)
         averages, errors = [], []
-        for step in range(1, 6):
-            # One such term is below the largest gradient of AdamW, the sum of two is not.
-            term = ones * (7e18 if step == 5 else 1.0)
+        for step in range(1, 8):
+            # One term of 7e18 is below the largest gradient of AdamW, the sum of two is not.
+            term = ones * (7e18 if step == 5 else torch.nan if (step, rank) == (7, 1) else 1.0)
             param.grad = DTensor.from_local(term, mesh, [Partial()], run_check=False)
             if (step, rank) == (3, 1):
                 param.grad = None
@@ -344,18 +344,15 @@ def add_terms(rank: int, world_size: int, device: str) -> tuple[list[float], lis
 @DEVICES
 def test_gradients_are_summed_where_all_ranks_have_them(run_on: Ranks, device: str) -> None:
     missing = "MissingGradientError: norm.weight: found a gradient"
-    large = f"{NAN}: norm.weight: found a NaN, an inf or an entry too large for the optimizer's "
-    late = [missing, f"{large}state in its gradient"]
-    errors = (
-        ["", "", late[0], "", late[1], ""]
-        if device == "cpu"
-        else ["", "", "", late[0], "", late[1]]
-    )
+    bad = f"{NAN}: norm.weight: found a NaN, an inf or an entry too large for the optimizer's "
+    bad += "state in its gradient"
+    errors = ["", "", missing, "", bad, "", bad]
+    errors = [*errors, ""] if device == "cpu" else ["", *errors]
     for averages, own in run_on(2)(add_terms, device):
         assert own == errors
         # exp_avg is a tenth of the gradient: it tells the sum from one term.
-        fourth = 0.542 if device == "cpu" else 0.38
-        assert averages == pytest.approx([0.2, 0.38, 0.38, fourth, fourth])
+        later = [0.542, 0.542, 0.6878, 0.6878] if device == "cpu" else [0.38] * 4
+        assert averages == pytest.approx([0.2, 0.38, 0.38, *later])
 
 
 def test_steps_without_gradients_count_after_a_load() -> None:

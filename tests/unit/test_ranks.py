@@ -51,7 +51,7 @@ def test_a_pickle_finds_the_group_of_its_ranks_or_says_so(monkeypatch: pytest.Mo
     monkeypatch.setattr(ranks, "_is_distributed", lambda: True)
     monkeypatch.setattr(ranks, "_groups_of_the_job", lambda: {(0, 1): group})
     copied = ranks.PicklableGroup(None, ())
-    for own in (group, None):  # the user gave none
+    for own in (group, None):  # None: that of the job
         copied.__setstate__(ranks.PicklableGroup(own, (0, 1)).__getstate__())
         assert copied.group is own
     with pytest.raises(ValueError, match=r"^process_group: found none of ranks \(0, 2\)"):
