@@ -5,10 +5,9 @@ This is the one module that moves matrices. It knows nothing of what is computed
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from amo_dist.distributed.layout import Matrix, Region
+from amo_dist.distributed.layout import Matrix
 from amo_dist.distributed.plan import BucketPlan, ByPeer, ExchangePlan, Held, count_elements
 
 # Buckets whose buffers are in use at once: bucket k takes those of bucket k - 2.
@@ -27,39 +26,25 @@ BUCKETS_IN_FLIGHT = 2
 _ALIGNMENT = 64
 
 
-class Place(NamedTuple):
-    """The place of a region in a bucket's memory.
-
-    Attributes:
-        matrix: Index of the matrix.
-        region: Region of it.
-        tensor: View ``(m, n)`` of the memory.
-    """
-
-    matrix: int
-    region: Region
-    tensor: Tensor
-
-
 class _Packed(NamedTuple):
     """Regions side by side in memory, as one rank sends or receives them.
 
     Attributes:
         memory: Bytes of all regions, 1-D.
         sizes: Bytes by peer.
-        places: Places of the regions.
+        parts: View ``(m, n)`` of the memory for each region.
     """
 
     memory: Tensor
     sizes: list[int]
-    places: list[Place]
+    parts: list[Tensor]
 
 
 class Bucket:
     """Matrices that travel together, on one rank; it serves step after step.
 
-    A step fills the places of ``outgoing``, gathers, computes ``wholes`` in place, scatters, and
-    reads the places of ``incoming``. If a bucket does not travel, both are places in ``wholes``.
+    A step fills ``outgoing``, gathers, computes ``wholes`` in place, scatters, and reads
+    ``incoming``. If a bucket does not travel, both are views of ``wholes``.
 
     Collectives start behind the work that the current stream already has, and waiting for one holds
     back later work of that stream, not the host: so shared memory is safe on CUDA, too. After an
@@ -69,8 +54,10 @@ class Bucket:
         owned: Indices of the matrices that this rank owns.
         wholes: The owned matrices, ``(m, n)``. Buckets share this memory: the matrices of one are
             there from the end of its gather to the start of its scatter.
-        outgoing: Places of the momentum that this rank sends to owners, itself among them.
-        incoming: Places of the results that owners send to this rank.
+        sent: Regions whose momentum this rank sends to owners, itself among them.
+        outgoing: View ``(m, n)`` of the memory for each region of ``sent``.
+        received: Regions whose results owners send to this rank.
+        incoming: View ``(m, n)`` of the memory for each region of ``received``.
         moves: Whether anything travels.
     """
 
@@ -87,24 +74,21 @@ class Bucket:
         spaces = list(map(_space, shapes))
         parts = zip(memory[: sum(spaces)].split(spaces), shapes, strict=True)
         self.wholes = [part[: math.prod(shape)].view(shape) for part, shape in parts]
+        self.sent, self.received = list(_flat(plan.to_owners)), list(_flat(plan.from_owners))
         whole_by_matrix = dict(zip(plan.owned, self.wholes, strict=True))
 
-        def in_wholes(by_peer: ByPeer) -> list[Place]:
-            """The places of regions in their matrices."""
-            places = []
-            for matrix, region in _flat(by_peer):
-                (top, bottom), (left, right) = region.target
-                view = whole_by_matrix[matrix][top:bottom, left:right]
-                places.append(Place(matrix, region, view))
-            return places
+        def in_wholes(regions: Iterable[Held]) -> list[Tensor]:
+            """Views of regions in their matrices."""
+            rows = ((whole_by_matrix[matrix], *region.target) for matrix, region in regions)
+            return [whole[slice(*edges), slice(*sides)] for whole, edges, sides in rows]
 
         if self.moves:
             self._to_owners, self._from_holders, self._to_holders, self._from_owners = sides
-            self._arrivals = [place.tensor for place in in_wholes(plan.from_holders)]
-            self._departures = [place.tensor for place in in_wholes(plan.to_holders)]
-            self.outgoing, self.incoming = self._to_owners.places, self._from_owners.places
+            self._arrivals = in_wholes(_flat(plan.from_holders))
+            self._departures = in_wholes(_flat(plan.to_holders))
+            self.outgoing, self.incoming = self._to_owners.parts, self._from_owners.parts
         else:
-            self.outgoing, self.incoming = in_wholes(plan.to_owners), in_wholes(plan.from_owners)
+            self.outgoing, self.incoming = in_wholes(self.sent), in_wholes(self.received)
 
     def gather(self) -> Iterator[None]:
         """Send the momentum in ``outgoing`` into the ``wholes`` of owners; pauses on its way."""
@@ -115,16 +99,14 @@ class Bucket:
             with record_function("amo::gather"):
                 work.wait()
                 if self._arrivals:
-                    parts = [place.tensor for place in self._from_holders.places]
-                    torch._foreach_copy_(self._arrivals, parts)
+                    torch._foreach_copy_(self._arrivals, self._from_holders.parts)
 
     def scatter(self) -> Iterator[None]:
         """Send the results in ``wholes`` back, into ``incoming``; pauses on their way."""
         if self.moves:
             with record_function("amo::scatter"):
                 if self._departures:
-                    parts = [place.tensor for place in self._to_holders.places]
-                    torch._foreach_copy_(parts, self._departures)
+                    torch._foreach_copy_(self._to_holders.parts, self._departures)
                 work = self._exchange(self._to_holders, self._from_owners)
             yield
             with record_function("amo::scatter"):
@@ -181,17 +163,15 @@ class Exchange:
         self.buckets += [Bucket(p, matrices, wholes, own, group) for p, *own in sides_by_bucket]
         self.sent_bytes = plan.num_sent * dtype.itemsize
 
-    @contextlib.contextmanager
-    def in_use(self) -> Iterator[None]:
-        """Bring the memory back for the body, and free it at the end.
-
-        If the body raises it is not freed: a collective may still be writing to it.
-        """
+    def restore(self) -> None:
+        """Bring the memory back, before the ranks vote on a step: there may be none left."""
         for tensor in self._memory:
             storage = tensor.untyped_storage()
             if storage.nbytes() < tensor.nbytes:
                 storage.resize_(tensor.nbytes)
-        yield
+
+    def release(self) -> None:
+        """Free the memory of a device until the next step."""
         if self._device.type != "cpu":
             for tensor in self._memory:
                 tensor.untyped_storage().resize_(0)
@@ -214,13 +194,11 @@ class Exchange:
         packed = []
         for index, by_peer in enumerate(transfers):
             slot = slots[index % BUCKETS_IN_FLIGHT][: totals[index]]
-            regions = list(_flat(by_peer))
-            parts = slot.view(dtype).split([region.num_elements for _, region in regions])
-            places = [
-                Place(matrix, region, part.view(region.source_shape[-2:]))
-                for (matrix, region), part in zip(regions, parts, strict=True)
-            ]
-            packed.append(_Packed(slot, sizes[index], places))
+            regions = [region for _, region in _flat(by_peer)]
+            flat = slot.view(dtype).split([region.num_elements for region in regions])
+            pairs = zip(flat, regions, strict=True)
+            parts = [part.view(region.source_shape[-2:]) for part, region in pairs]
+            packed.append(_Packed(slot, sizes[index], parts))
         return packed
 
 

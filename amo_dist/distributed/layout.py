@@ -74,15 +74,6 @@ class Region:
         """Elements in the box."""
         return math.prod(self.source_shape)
 
-    @functools.cached_property
-    def _slices(self) -> tuple[slice, ...]:
-        return tuple(slice(start, stop) for start, stop in self.source)
-
-    def view(self, local: torch.Tensor) -> torch.Tensor:
-        """The region of a local tensor, as a matrix ``(m, n)``; shares memory."""
-        box = local if self.source_shape == local.shape else local[self._slices]
-        return box if box.dim() == 2 else box.view(box.shape[-2:])
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Matrix:
@@ -96,6 +87,8 @@ class Matrix:
         ranks: Global ranks of the mesh, in the mesh's order.
         regions_by_rank: Regions by rank; ranks that hold nothing of the matrix are absent.
         replicas: Groups of ranks, as in `TensorLayout`.
+        empty_by_rank: Regions without elements on ranks that hold nothing of the matrix, but rows
+            of it (for `dim` 1, columns) if these had any length: a state by row lies there, too.
     """
 
     name: str
@@ -105,6 +98,7 @@ class Matrix:
     ranks: tuple[int, ...]
     regions_by_rank: Mapping[int, tuple[Region, ...]]
     replicas: tuple[tuple[int, ...], ...]
+    empty_by_rank: Mapping[int, tuple[Region, ...]]
 
     @property
     def num_elements(self) -> int:
@@ -276,10 +270,14 @@ def _overlaps(
 def _box_regions(
     box: Box, origin: tuple[int, int], local: tuple[tuple[Interval, ...], ...]
 ) -> Iterator[Region]:
-    """Regions of one box of a view, which starts at ``origin`` in the matrix, on one rank."""
+    """Regions of one box of a view, which starts at ``origin`` in the matrix, on one rank.
+
+    A dim of which the rank holds nothing has one overlap, without length.
+    """
     row, column = origin
     choices = (
-        tuple(_overlaps(extent, intervals)) for extent, intervals in zip(box, local, strict=True)
+        tuple(_overlaps(extent, intervals)) if intervals else (((0, 0), (0, 0)),)
+        for extent, intervals in zip(box, local, strict=True)
     )
     for combination in itertools.product(*choices):
         (top, bottom), (left, right) = (target for _, target in combination[-2:])
@@ -325,18 +323,28 @@ def flattened_layout(layout: TensorLayout) -> TensorLayout:
 @functools.lru_cache(maxsize=4096)
 def _view(
     layout: TensorLayout, boxes: tuple[Box, ...], dim: int
-) -> tuple[tuple[int, int], Mapping[int, tuple[Region, ...]]]:
-    """Shape of a view's matrix, and its regions by rank; matrices of one layout share them."""
+) -> tuple[tuple[int, int], Mapping[int, tuple[Region, ...]], Mapping[int, tuple[Region, ...]]]:
+    """Shape of a view's matrix, and its regions by rank, those without elements apart.
+
+    Matrices of one layout share them. See `Matrix` for the regions without elements that count.
+    """
     regions: dict[int, list[Region]] = defaultdict(list)
+    empty: dict[int, list[Region]] = defaultdict(list)
     origin = [0, 0]
     for box in boxes:
         (top, bottom), (left, right) = box[-2:]
         shape = [bottom - top, right - left]
         for rank, local in layout.intervals_by_rank.items():
-            regions[rank] += _box_regions(box, (origin[0], origin[1]), local)
+            for region in _box_regions(box, (origin[0], origin[1]), local):
+                *others, rows, columns = region.source_shape
+                if region.num_elements:
+                    regions[rank].append(region)
+                elif all((*others, (rows, columns)[dim])):
+                    empty[rank].append(region)
         origin[dim] += shape[dim]
     shape[dim] = origin[dim]
-    return (shape[0], shape[1]), {rank: tuple(held) for rank, held in regions.items() if held}
+    by_rank = [{rank: tuple(own) for rank, own in held.items()} for held in (regions, empty)]
+    return (shape[0], shape[1]), by_rank[0], by_rank[1]
 
 
 def make_matrix(
@@ -363,7 +371,7 @@ def make_matrix(
         if len(layout.shape) > 2:
             layout = flattened_layout(layout)
         boxes = (tuple((0, size) for size in layout.shape),)
-    shape, regions = _view(layout, tuple(boxes), dim)
+    shape, regions, empty = _view(layout, tuple(boxes), dim)
     return Matrix(
         name=name,
         param=param,
@@ -372,6 +380,7 @@ def make_matrix(
         ranks=layout.ranks,
         regions_by_rank=regions,
         replicas=layout.replicas,
+        empty_by_rank=empty,
     )
 
 

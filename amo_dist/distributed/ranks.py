@@ -10,7 +10,10 @@ import datetime
 import hashlib
 import itertools
 import json
+import os
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -30,6 +33,8 @@ GroupLike: TypeAlias = "dist.ProcessGroup | DeviceMesh | None"
 
 # Start of a text that reports a failure.
 _FAILED = "\0failed\0"
+# Folder of this package, with a separator at its end.
+_PACKAGE = f"{Path(__file__).resolve().parents[1]}{os.sep}"
 
 
 class RankMismatchError(RuntimeError):
@@ -106,10 +111,15 @@ def failure_text(activity: str, error: Exception) -> str:
     Args:
         activity: Name of what failed.
         error: Error of this rank. All ranks raise ``ValueError`` for a ``ValueError``, and
-            ``RuntimeError`` for any other.
+            ``RuntimeError``, with the place in this package, for any other.
     """
-    kind = type(error).__name__
-    return f"{_FAILED}{kind}{_FAILED}{activity} failed on rank {this_rank()}: {kind}: {error}"
+    kind, place = type(error).__name__, ""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename.startswith(_PACKAGE)]
+    if own and kind != "ValueError":
+        place = f" in {own[-1].name} ({own[-1].filename[len(_PACKAGE) :]}:{own[-1].lineno})"
+    text = f"{activity} failed on rank {this_rank()}{place}: {kind}: {error}"
+    return f"{_FAILED}{kind}{_FAILED}{text}"
 
 
 def check_alike(subject: str, text: str, group: dist.ProcessGroup | None) -> None:
@@ -126,10 +136,14 @@ def check_alike(subject: str, text: str, group: dist.ProcessGroup | None) -> Non
         ValueError: Likewise, for a ``ValueError``.
     """
     ranks = members(group)
-    compare(subject, {rank: [(ranks, own)] for rank, own in gather_json(text, group).items()})
+    raise_if_unlike(
+        subject, {rank: [(ranks, own)] for rank, own in gather_json(text, group).items()}
+    )
 
 
-def compare(subject: str, pairs_by_rank: Mapping[int, Sequence[tuple[Sequence[int], str]]]) -> None:
+def raise_if_unlike(
+    subject: str, pairs_by_rank: Mapping[int, Sequence[tuple[Sequence[int], str]]]
+) -> None:
     """Raise for texts that differ within a set of ranks; see `gather_json`.
 
     Every rank of the world raises for a mismatch, also a rank outside of the set: it would
@@ -215,7 +229,7 @@ class Membership:
         else:
             self.ranks = tuple(range(_num_ranks()))
 
-    def join(self, device: torch.device) -> dist.ProcessGroup | None:
+    def world_group(self, device: torch.device) -> dist.ProcessGroup | None:
         """The process group of the world, None for a single rank; a collective over these ranks.
 
         Args:
@@ -255,7 +269,7 @@ class Membership:
 
         Args:
             rank_sets: Sets of ranks that this rank belongs to.
-            world: Group that `join` returned.
+            world: Group that `world_group` returned.
 
         Raises:
             ValueError: A group is missing, and ranks outside of the world would have to help to

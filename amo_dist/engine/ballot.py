@@ -1,24 +1,27 @@
-"""One ballot a step: all ranks learn whether the step may change anything, and if not, why.
+"""The vote before each step: all ranks learn whether it may change anything, and if not, why.
 
-Each rank fills a small vector of integers, of which one all-reduce takes the maximum::
+Each rank sends a `Ballot`, whose vector of integers one all-reduce brings to its maximum::
 
     2 if a matrix has a gradient, 1 if only another parameter has one, else 0
     1 + the rank whose gradient is NaN, inf or too large; 0 without one
     1 + the rank whose last update was NaN or inf; 0 without one
-    marks: whether the rank waits, its lines, and which gradients exist in each set of ranks
+    marks: whether the rank waits, its text, which gradients exist in each set of ranks, and what
+        each set of replicas holds
     the negatives of all marks: greatest mark plus greatest negative is 0 if all are alike
 
-A failure of one rank takes the place of its lines. Words, with the culprit named, are gathered only
-if a flag is set. Every rank reaches the same verdict, so no rank raises while others wait for it.
-On a CPU the maximum is read before anything changes: step k raises for its own gradients. On a
+Every rank gets the same `Tally` of that, so no rank raises while others wait for it. Words, with
+the culprit named, are gathered only if the tally is bad. A rank that could not prepare its step
+sends its error in place of its text.
+
+On a CPU the tally is read before anything changes: step k raises for its own gradients. On a
 device, reading would wait for the backward pass, and most steps read late::
 
-    step k      ballot (its maximum stays on the device), exchange, update unless a flag is set
-    step k + 1  read the maximum of step k: raise, or count a skipped step; then the next ballot
+    step k      vote (the maximum stays on the device), exchange, update under a mask of the tally
+    step k + 1  read the tally of step k: raise, or count a skipped step; then the next vote
 
-A step with a flag leaves parameters and state as they were. A failure in step k after its ballot
-goes into the ballot of step k + 1, which changes nothing. That step raises if it reads its own
-maximum, else step k + 2 does.
+A bad step leaves parameters and state as they were. A failure in step k after its vote goes into
+the ballot of step k + 1, which changes nothing. That step raises if it reads its own tally, else
+step k + 2 does.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -43,9 +47,9 @@ from amo_dist.distributed.ranks import (
     failure_text,
     fingerprint56,
     gather_json,
-    max_over,
 )
 from amo_dist.engine.parameters import Param, Parameters
+from amo_dist.engine.replicas import ReplicaMarks, no_marks, unlike_replica
 from amo_dist.engine.world import World
 from amo_dist.kernels.elementwise import exceed, real
 
@@ -57,10 +61,12 @@ MAX_IDLE_STEPS = 10
 # Largest entry of a matrix's gradient: float32 momentum holds the sum of many of them.
 LARGEST_GRADIENT = 2.0**100
 
-# Positions of two flags in the vector.
-_GRADIENT, _UPDATE = 1, 2
-# Mark, and negative alike, of a set of ranks without this one: it never is the maximum.
+# Positions of two flags in the vector, and the number of its values before the marks.
+_GRADIENT, _UPDATE, _NUM_FLAGS = 1, 2, 3
+# Mark, and negative alike, of a rank without an opinion: it never is the maximum.
 _ABSTENTION = -(2**60)
+# Mark of a rank that reads the tally at once. Marks that differ by one count as alike.
+_WAITS = 2
 
 
 class MissingGradientError(RuntimeError):
@@ -75,21 +81,16 @@ class NonFiniteUpdateError(FloatingPointError):
     """Orthogonalizing a matrix gave NaN or inf: its momentum or its schedule is at fault."""
 
 
-class Verdict(NamedTuple):
-    """Result of a ballot.
+class Gradients(NamedTuple):
+    """The gradients of this rank for one step.
 
     Attributes:
-        reason: Reason for which the step must leave parameters and state untouched, or nothing.
-        grads: This rank's part of each gradient in its parameter's placements, None without one.
-        skip_mask: 0-dim boolean on the device: whether the step must leave them untouched after
-            all. None if ``reason`` tells.
-        is_before_first_gradient: Whether no gradient has ever existed: the step does not count.
+        local: This rank's part of each in its parameter's placements, None without one.
+        misplaced: Indices of those in other placements, whose part is not known yet.
     """
 
-    reason: str
-    grads: Sequence[Tensor | None]
-    skip_mask: Tensor | None = None
-    is_before_first_gradient: bool = False
+    local: list[Tensor | None]
+    misplaced: list[int]
 
 
 class Flags(NamedTuple):
@@ -106,55 +107,114 @@ class Flags(NamedTuple):
 
 
 class Ballot(NamedTuple):
-    """One rank's ballot, from which words are made if any rank asks.
+    """What one rank sends, and the words for it if any rank asks.
 
     Attributes:
         step: Optimizer step, 0 for a ballot on a text alone.
-        waits: Whether this rank reads the maximum at once.
+        waits: Whether this rank reads the tally at once; None if it failed before it knew, and
+            does as the others do.
         text: Lines that must be alike on all ranks, or a `failure_text`.
         has_grad: Whether each parameter has a gradient.
         gradients: Parameters with a gradient on this rank; set if it is NaN, inf or too large.
         updates: Matrices that this rank updated in the last step; set if it made NaN or inf.
+        replicas: Contents of this rank that its replicas must share.
+        vector: Integers of which the vote takes the maximum over ranks, int64, 1-D.
     """
 
     step: int
-    waits: bool
+    waits: bool | None
     text: str
     has_grad: Sequence[bool]
     gradients: Flags
     updates: Flags
+    replicas: ReplicaMarks
+    vector: Tensor
 
 
 class Tally(NamedTuple):
-    """The result of a ballot, on the host; all but the first are 0 in a good step.
+    """What all ranks receive, on the host; all but the first two are 0 in a good step.
 
     Attributes:
         exists: 2 if a matrix has a gradient on any rank (or any parameter, in a world without
             matrices), 1 if another parameter has one, else 0.
+        waits: `_WAITS` if a rank waits, 0 if none does, `_ABSTENTION` if all have failed.
         gradient: 1 + rank with a gradient that is NaN, inf or too large; 0 for none.
         update: 1 + rank whose last update was NaN or inf; 0 for none.
-        waits_differ: Not 0 if only some ranks wait.
-        texts_differ: Not 0 if ranks have unlike texts.
-        gradients_differ: Whether ranks of a parameter have unlike sets of gradients.
+        waits_differ: Whether only some ranks wait.
+        texts_differ: Whether ranks have unlike texts.
+        sets_differ: Whether the gradients that exist differ, for each set of ranks, and whether
+            contents do, for each set of replicas.
     """
 
     exists: int
+    waits: int
     gradient: int
     update: int
     waits_differ: int
     texts_differ: int
-    gradients_differ: bool
+    sets_differ: Sequence[int]
 
     @classmethod
     def of(cls, values: Sequence[int]) -> Tally:
-        """The meaning of what `Ballots` has reduced: the last values are those of sets of ranks."""
-        exists, gradient, update, waits, texts, *sets = values
-        return cls(exists, gradient, update, waits, texts, any(sets))
+        """The meaning of what `Ballots` has reduced."""
+        exists, waits, gradient, update, waits_differ, texts_differ, *sets = values
+        return cls(exists, waits, gradient, update, waits_differ, texts_differ, sets)
 
     @property
     def is_good(self) -> bool:
         """Whether the step may change parameters and state."""
-        return not any(self[1:])
+        return not any(self[2:-1]) and not any(self.sets_differ)
+
+
+class Verdict:
+    """The decision of all ranks about one step.
+
+    Attributes:
+        skip_mask: 0-dim boolean on the device: whether the step must leave parameters and state
+            untouched. None if the host knows that it may change them.
+        is_known: Whether the host knows the decision: it has been read.
+        is_skipped: Whether the host knows that the step changes nothing, as the settings say of a
+            bad gradient.
+        is_before_first_gradient: Whether no gradient has ever existed: the step does not count.
+    """
+
+    is_known = is_skipped = is_before_first_gradient = False
+
+    def __init__(
+        self, ballots: Ballots, ballot: Ballot, read: Callable[[], list[int]], skip_mask: Tensor
+    ) -> None:
+        self._ballots, self._ballot, self._read = ballots, ballot, read
+        self.skip_mask: Tensor | None = skip_mask
+
+    def settle(self) -> None:
+        """Read the decision, once; a collective if it is bad, to gather the words.
+
+        Raises:
+            As `Ballots.vote`.
+        """
+        self.is_known, tally = True, Tally.of(self._read())
+        self.is_before_first_gradient = self._ballot.step == 1 and not tally.exists
+        ballot, self._read = self._ballot, list
+        self._ballot = ballot._replace(gradients=Flags(), updates=Flags())  # memory
+        self.is_skipped = self._ballots.judge(ballot, tally)
+        if not self.is_skipped:
+            self.skip_mask = None
+
+    def is_good(self) -> bool:
+        """Whether the step may change parameters and state; waits for the decision."""
+        return self.is_known or Tally.of(self._read()).is_good
+
+    def outcome(self) -> Literal["taken", "skipped", "undone"]:
+        """The decision for a save, if the next step has not read it; waits for it, and logs it.
+
+        It communicates nothing, as one rank may save alone: `settle` gives the words of all ranks.
+        """
+        if self.is_good():
+            return "taken"
+        tally = Tally.of(self._read())
+        logger.warning("step %d changed nothing; the next step says why", self._ballot.step)
+        has_bad_gradient_alone = tally._replace(gradient=0).is_good
+        return "skipped" if self._ballots.skips and has_bad_gradient_alone else "undone"
 
 
 class Ballots:
@@ -164,37 +224,87 @@ class Ballots:
         world: All ranks, and the sets of them that must have gradients alike.
         parameters: Parameters of this process.
         skips: Whether a bad gradient skips the step, and is no error.
+
+    Attributes:
+        is_fresh: Whether no step has compared replicas since the start, or since a load.
     """
 
     def __init__(self, world: World, parameters: Parameters, *, skips: bool) -> None:
-        self._world, self._params, self._skips = world, parameters.params, skips
+        self._world, self._params, self.skips = world, parameters.params, skips
         self._param_device, self._device = parameters.device, parameters.device
         if self._device.type == "cpu":
             self._device = control_device(world.group)
+        self.is_fresh = True
         # Indices of the parameters of each set of ranks, None for a set without this rank.
         self._indices_by_set: list[list[int] | None] = []
         for ranks in world.rank_sets:
             own = [i for i, others in enumerate(world.gradient_ranks) if others == ranks]
             self._indices_by_set.append(own if world.rank in ranks else None)
+        # Greatest entry of a good gradient of each parameter; and those of the parameters that had
+        # one in the last step, on the device.
         self._bounds = [largest_gradient(param) for param in parameters.params]
-        self._failure = ""
+        self._sent_bounds: tuple[list[float], Tensor] = [], torch.empty(0)
+        # Failure of this rank, and its updates, for the next ballot.
+        self._failure, self._updates = "", Flags()
         # Steps in a row without a gradient of any matrix.
-        self._num_missing = 0
-        self._updates = Flags()
-        # Ballot of the last step, and a function that reads the maximum, until somebody has.
-        self._unread: tuple[Ballot, Callable[[], list[int]]] | None = None
+        self._num_idle = 0
 
     # ---------------------------------------------------------------- before a step
 
-    def vote(self, step: int, text: str, fault: Exception | None, *, waits: bool) -> Verdict:
-        """Agree with all ranks on a step; a collective over the world.
+    def fill(
+        self,
+        step: int,
+        waits: bool | None,
+        text: str,
+        gradients: Gradients | None = None,
+        replicas: ReplicaMarks | None = None,
+        *,
+        with_updates: bool = True,
+    ) -> Ballot:
+        """This rank's ballot; communicates nothing.
 
         Args:
-            step: Number of the coming step.
-            text: Lines that must be alike on all ranks.
-            fault: Fault of this rank alone, which all ranks raise.
-            waits: Whether to read the result now; else it stays on the device until
-                `read_verdict`. Alike on all ranks.
+            step: Number of the coming step, 0 for a text alone.
+            waits: `Ballot.waits`.
+            text: Lines that must be alike on all ranks, or a `failure_text`.
+            gradients: Gradients of this rank; None for a text alone and after a failure.
+            replicas: Contents that replicas must share; None in most steps.
+            with_updates: Whether it carries what `report_updates` got.
+        """
+        params = self._params
+        grads, misplaced = gradients or Gradients([None] * len(params), [])
+        full = {i: grad for i, grad in enumerate(grads) if grad is not None and grad.numel()}
+        unusable = Flags()
+        if full:
+            # A gradient in other placements, such as Partial, may be a term of a sum over ranks.
+            num_terms = len(self._world.ranks) if misplaced else 1
+            bounds = [self._bounds[i] / num_terms for i in full]
+            if bounds != self._sent_bounds[0]:
+                self._sent_bounds = bounds, _sent(bounds, torch.float64, self._param_device)
+            names = [params[i].name for i in full]
+            unusable = Flags(names, exceed(real([*full.values()]), self._sent_bounds[1]))
+        has_grad, exists = [grad is not None for grad in grads], 0
+        if any(has_grad):
+            is_matrix = (has and bool(p.views) for p, has in zip(params, has_grad, strict=True))
+            exists = 2 if not self._world.registry or any(is_matrix) else 1
+        text = self._failure or text
+        marks = [_ABSTENTION if waits is None else _WAITS * waits, fingerprint56(text)]
+        for indices in self._indices_by_set:
+            own = None if indices is None else bytes(has_grad[i] for i in indices)
+            marks.append(_ABSTENTION if own is None else fingerprint56(own.hex()))
+        replicas = replicas or no_marks(self._world)
+        marks += [_ABSTENTION if mark is None else mark for mark in replicas.marks]
+        negatives = [mark if mark == _ABSTENTION else -mark for mark in marks]
+        vector = _sent([exists, 0, 0, *marks, *negatives], torch.int64, self._device)
+        updates = self._updates if with_updates else Flags()
+        for position, flags in ((_GRADIENT, unusable), (_UPDATE, updates)):
+            if flags.values is not None:
+                is_any = flags.values.any().to(self._device)
+                vector[position].masked_fill_(is_any, self._world.rank + 1)
+        return Ballot(step, waits, text, has_grad, unusable, updates, replicas, vector)
+
+    def vote(self, ballot: Ballot) -> Verdict:
+        """Agree with all ranks on a step; a collective over the world.
 
         Raises:
             RankMismatchError: On every rank; names the ranks and the line that differs.
@@ -204,47 +314,21 @@ class Ballots:
             NonFiniteUpdateError: On every rank; names the first matrix whose last update was NaN
                 or inf. Its parameter was only decayed then.
             NonFiniteGradientError: On every rank; names a parameter and a rank.
-            RuntimeError: On every rank, for what `report_failure` got on one of them.
+            RuntimeError: On every rank, for what has failed on one of them.
         """
-        grads: list[Tensor | None] = [None] * len(self._params)
-        misplaced = list[int]()
-        try:
-            if fault is not None:
-                raise fault
-            grads, misplaced = self._local_gradients()
-        except Exception as error:
-            self.report_failure(f"step {step}", error)
-        full = {i: grad for i, grad in enumerate(grads) if grad is not None and grad.numel()}
-        unusable = Flags()
-        if full:
-            # A gradient in other placements, such as Partial, may be a term of a sum over ranks.
-            num_terms = len(self._world.ranks) if misplaced else 1
-            bounds = [self._bounds[i] / num_terms for i in full]
-            sent = _sent(bounds, torch.float64, self._param_device)
-            names = [self._params[i].name for i in full]
-            unusable = Flags(names, exceed(real([*full.values()]), sent))
-        has_grad = [grad is not None for grad in grads]
-        ballot = Ballot(step, waits, self._failure or text, has_grad, unusable, self._updates)
         reduced = self._reduce(ballot)
-        self._updates = Flags()
-        reason, skip_mask = "", None
+        self._failure, self._updates = "", Flags()
+        skip_mask = reduced[2:].any()
+        if self._num_idle == MAX_IDLE_STEPS - 1:  # one more such step is an error
+            skip_mask |= reduced[0] < 2
+        waits, read = ballot.waits, fetch(reduced) if not ballot.waits else reduced.tolist
+        if waits is None:
+            waits = Tally.of(read()).waits != 0
+        verdict = Verdict(self, ballot._replace(vector=skip_mask), read, skip_mask)
         if waits:
-            tally = Tally.of(reduced.tolist())
-            reason = self._judge(ballot, tally)
-            if step == 1 and not tally.exists:  # the first step waits on any device
-                return Verdict("", [], is_before_first_gradient=True)
-        else:
-            self._unread = ballot, fetch(reduced)
-            skip_mask = reduced[1:].any()  # see `Tally.is_good`
-        # Moving a gradient is a collective, which hangs if a rank has none: this waits for the
-        # backward pass until all ranks are known to have one.
-        if misplaced and not reason and not Tally.of(reduced.tolist()).gradients_differ:
-            for index in misplaced:
-                tensor, grad = self._params[index].tensor, self._params[index].tensor.grad
-                assert isinstance(tensor, DTensor)
-                assert isinstance(grad, DTensor)
-                grads[index] = grad.redistribute(placements=tensor.placements).to_local()
-        return Verdict(reason, grads, skip_mask)
+            verdict.settle()
+            self.is_fresh &= verdict.is_before_first_gradient
+        return verdict
 
     def vote_on_text(self, text: str, *, with_updates: bool = False) -> None:
         """Compare a text alone; a collective over the world, of the form of `vote`.
@@ -261,10 +345,18 @@ class Ballots:
             NonFiniteUpdateError: On every rank, as in `vote`.
             RuntimeError: On every rank, for a failure of one of them.
         """
-        updates = self._updates if with_updates else Flags()
-        has_grad = [False] * len(self._params)
-        ballot = Ballot(0, True, self._failure or text, has_grad, Flags(), updates)
-        self._judge(ballot, Tally.of(self._reduce(ballot).tolist()))
+        ballot = self.fill(0, True, text, with_updates=with_updates)
+        reduced, self._failure = self._reduce(ballot), ""
+        self.judge(ballot, Tally.of(reduced.tolist()))
+
+    def _reduce(self, ballot: Ballot) -> Tensor:
+        """The values of `Tally.of`, on the device; a collective over the world."""
+        vector, group = ballot.vector, self._world.group
+        if group is not None:
+            dist.all_reduce(vector, op=dist.ReduceOp.MAX, group=group)
+        flags, marks = vector[:_NUM_FLAGS], vector[_NUM_FLAGS:].view(2, -1)
+        spreads = marks.sum(dim=0) > 1
+        return torch.cat([flags[:1], marks[0, :1], flags[1:], spreads.to(torch.int64)])
 
     def report_failure(self, part: str, error: Exception) -> None:
         """Keep a failure of this rank for the next ballot: all ranks raise when they read that.
@@ -276,7 +368,7 @@ class Ballots:
         if self._world.group is None:
             raise error
         # Only text is kept: the error would keep alive the tensors of its frames on a full device.
-        logger.error("%s failed here; the ballot tells all ranks", part, exc_info=error)
+        logger.error("%s failed here; the next vote raises it on all ranks", part, exc_info=error)
         self._failure = self._failure or failure_text(part, error)
 
     def report_updates(
@@ -289,7 +381,6 @@ class Ballots:
             skip_mask: Mask of this step's `Verdict`: a step that changed nothing says nothing
                 about its updates.
         """
-        self._updates = Flags()
         if outcomes:
             names, flags = zip(*outcomes, strict=True)
             values = torch.cat(flags).flatten()
@@ -297,85 +388,47 @@ class Ballots:
                 values.masked_fill_(skip_mask, False)
             self._updates = Flags([*itertools.chain(*names)], values)
 
-    # ---------------------------------------------------------------- after a step
-
-    def read_verdict(self) -> str:
-        """Read the verdict of the last step if nobody has; gathers words if a flag is set.
-
-        Returns:
-            Reason for which that step left parameters and state untouched, or nothing.
-
-        Raises:
-            As `vote`, for the last step; parameters and state are those before it.
-        """
-        if self._unread is None:
-            return ""
-        (ballot, read), self._unread = self._unread, None
-        return self._judge(ballot, Tally.of(read()))
-
-    def last_outcome(self) -> Literal["taken", "skipped", "undone"]:
-        """Outcome of the last step, for saving: waits for it, and logs a bad one.
-
-        It communicates nothing, as one rank may save alone; `read_verdict` gives the words of all
-        ranks.
-        """
+    def log_updates(self) -> None:
+        """Log which updates of this rank were left out in the last step; waits for it."""
         for name in self._updates.names_set():
             logger.warning(
-                "%s: the last update of this matrix was NaN or inf and was left out: what is "
-                "saved now lacks it, and all ranks raise at their next step",
-                name,
+                "%s: the last update of this matrix was NaN or inf on rank %d and was left out: "
+                "what is saved now lacks it, and all ranks raise at their next step",
+                *(name, self._world.rank),
             )
-        if self._unread is None:
-            return "taken"
-        ballot, read = self._unread
-        tally = Tally.of(read())
-        if tally.is_good:
-            return "taken"
-        logger.warning("step %d changed nothing; the next step says why", ballot.step)
-        has_bad_gradient_alone = not any(tally[2:])
-        return "skipped" if self._skips and has_bad_gradient_alone else "undone"
 
-    # ---------------------------------------------------------------- vector and words
+    # ---------------------------------------------------------------- words
 
-    def _reduce(self, ballot: Ballot) -> Tensor:
-        """The values of `Tally.of` of all ranks, on the device; a collective over the world."""
-        world, exists = self._world, 0
-        self._failure = ""  # the text of the ballot has it
-        for param, has_grad in zip(self._params, ballot.has_grad, strict=True):
-            if has_grad:
-                exists = max(exists, 2 if param.views or not world.registry else 1)
-        marks = [int(ballot.waits), fingerprint56(ballot.text)]
-        for indices in self._indices_by_set:
-            own = None if indices is None else [ballot.has_grad[i] for i in indices]
-            marks.append(_ABSTENTION if own is None else fingerprint56(str(own)))
-        negatives = [mark if mark == _ABSTENTION else -mark for mark in marks]
-        vector = _sent([exists, 0, 0, *marks, *negatives], torch.int64, self._device)
-        for position, flags in ((_GRADIENT, ballot.gradients), (_UPDATE, ballot.updates)):
-            if flags.values is not None:
-                is_any = flags.values.any().to(self._device)
-                vector[position].masked_fill_(is_any, world.rank + 1)
-        sizes = [3, len(marks), len(marks)]  # flags, marks, negatives
-        flags, greatest, negative = max_over(vector, world.group).split(sizes)
-        return torch.cat([flags, greatest + negative])
-
-    def _judge(self, ballot: Ballot, tally: Tally) -> str:
-        """Reason to leave a step out, or nothing; raises if that is an error."""
+    def judge(self, ballot: Ballot, tally: Tally) -> bool:
+        """Whether to leave a step out; raises if that is an error."""
         if tally.waits_differ:  # ranks that do not wait take part in no collective of words
             raise RankMismatchError(
                 "the coming step: ranks are about to do different things; this one (another one "
                 f"has other lines):\n{ballot.text}"
             )
+        try:
+            return self._judge(ballot, tally)
+        except Exception:
+            # The step changed nothing, so what failed in it here needs no error of its own.
+            self._failure = ""
+            raise
+
+    def _judge(self, ballot: Ballot, tally: Tally) -> bool:
         if tally.texts_differ:
             check_alike("the coming step", ballot.text, self._world.group)
         words = {} if tally.is_good else self._gather_words(ballot)
-        if tally.gradients_differ:
+        num_sets = len(self._world.rank_sets)
+        if any(tally.sets_differ[:num_sets]):
             self._raise_for_missing(ballot.step, words)
         if ballot.step:
             self._check_existence(ballot, tally.exists)
         if tally.update:
             self._raise_for_updates(words)
+        if any(tally.sets_differ[num_sets:]):
+            contents = {rank: own["replicas"] for rank, own in words.items()}
+            raise RankMismatchError(unlike_replica(self._world.replica_sets, contents))
         if not tally.gradient:
-            return ""
+            return False
         ranks = {name: rank for rank, own in words.items() for name in own["gradients"]}
         name = min(ranks)
         reason = (
@@ -383,8 +436,9 @@ class Ballots:
             f"gradient on rank {ranks[name]} in step {ballot.step} (the first of {len(ranks)} such "
             "parameters)"
         )
-        if self._skips:
-            return reason
+        if self.skips:
+            self._world.log_once(logging.WARNING, "step %d skipped: %s", ballot.step, reason)
+            return True
         raise NonFiniteGradientError(
             f"{reason}; nothing was changed. Set nonfinite = 'skip_step' to go on without such "
             "steps"
@@ -397,6 +451,7 @@ class Ballots:
             "missing": [(ranks, param.name) for param, ranks, has_grad in pairs if not has_grad],
             "gradients": ballot.gradients.names_set(),
             "updates": ballot.updates.names_set(),
+            "replicas": ballot.replicas.contents,
         }
         return gather_json(own, self._world.group)
 
@@ -432,34 +487,37 @@ class Ballots:
                 with gradients.
         """
         step, registry = ballot.step, self._world.registry
-        self._num_missing = 0 if exists == 2 else self._num_missing + 1
-        if not self._num_missing:
+        self._num_idle = 0 if exists == 2 else self._num_idle + 1
+        if not self._num_idle:
             if step > 1:
                 return
             pairs = zip(self._params, ballot.has_grad, strict=True)
             unused = [param.name for param, has_grad in pairs if param.views and not has_grad]
             if unused:
-                logger.warning(
+                self._world.log_once(
+                    logging.WARNING,
                     "%s: found no gradient in step 1, as of a parameter that the model does not "
                     "use, or no longer holds; it stays as it is until it has one",
-                    _first_names(unused),
+                    first_names(unused),
                 )
             return
         names = [matrix.name for matrix in registry] or [param.name for param in self._params]
-        text = f"{_first_names(names)}: found no gradient on any rank in step {step}"
-        if self._num_missing >= MAX_IDLE_STEPS or (exists and step == 1):
-            count = f", the last of {self._num_missing} such steps" if self._num_missing > 1 else ""
+        text = f"{first_names(names)}: found no gradient on any rank in step {step}"
+        if self._num_idle >= MAX_IDLE_STEPS or (exists and step == 1):
+            count = f", the last of {self._num_idle} such steps" if self._num_idle > 1 else ""
+            self._num_idle -= 1  # the step did not count
             raise MissingGradientError(
                 f"{text}{count}, expected that of one at least: call backward() before step(), and "
                 "build the optimizer after all that replaces the model's parameters, such as "
                 "fully_shard: it holds those that it was built with, unless a trainer swaps them "
                 "in its param_groups before the first step"
             )
-        if self._num_missing == 1:
-            logger.warning("%s: parameters and state stay as they are", text)
+        if self._num_idle == 1:
+            stay = "%s: parameters and state stay as they are"
+            self._world.log_once(logging.WARNING, stay, text)
 
-    def _local_gradients(self) -> tuple[list[Tensor | None], list[int]]:
-        """This rank's part of each gradient, and indices of those in other DTensor placements.
+    def local_gradients(self) -> Gradients:
+        """This rank's part of each gradient.
 
         Raises:
             ValueError: A gradient is in no form of the parameter; names it.
@@ -481,8 +539,10 @@ class Ballots:
                     require(can_move, param.name, own, f"{expected}: {remedy}")
                 local: Tensor = local_of(grad)
                 grad = local.wait() if hasattr(local, "wait") else local
+            if grad is not None and param.is_convolution:
+                grad = grad.contiguous().flatten(1)
             grads.append(grad)
-        return grads, misplaced
+        return Gradients(grads, misplaced)
 
 
 def largest_gradient(param: Param) -> float:
@@ -526,7 +586,7 @@ def _sent(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> 
     return vector.to(device, non_blocking=True)
 
 
-def _first_names(names: Sequence[str]) -> str:
+def first_names(names: Sequence[str]) -> str:
     """The first three names, and the number of the others."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"{', '.join(names[:3])}{more}"

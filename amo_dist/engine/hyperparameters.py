@@ -2,78 +2,129 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from amo_dist.config import NESTEROV, MuonConfig, fail, require
+from amo_dist.config import NESTEROV, fail, require
 
+# Hyperparameters of every parameter group.
+_NUMBERS = ("lr", "lr_multiplier", "weight_decay", "eps", "betas", "momentum", "nesterov")
 # Keys that every parameter group must have.
-_REQUIRED = ("params", "algorithm", "lr", "lr_multiplier", "weight_decay", "betas", "eps")
-# Keys of a parameter group that every optimizer reads.
-_KEYS = frozenset({*_REQUIRED, "control", "momentum", "nesterov"})
-# Keys in which users, schedulers and PyTorch's checkpoint helpers keep notes of their own.
-_NOTES = frozenset(
-    {
-        *("name", "param_names", "matrix_views", "initial_lr", "max_lr", "min_lr", "swa_lr"),
-        # The schedulers of timm, MAE and BEiT multiply a group's `lr_scale` into its `lr`.
-        *("base_momentum", "max_momentum", "lr_scale"),
-        *("foreach", "fused"),
-    }
-)
+_REQUIRED = ("params", "algorithm", *_NUMBERS)
 # Options of PyTorch's optimizers that are not offered, and may say so.
 _OFF = frozenset({"capturable", "maximize", "differentiable", "amsgrad"})
+# Similarity to a hyperparameter, by difflib, from which a key is taken for a misspelling of it:
+# "beta" is one of "betas" (0.89), and "wd_multiplier" none of "lr_multiplier" (0.85).
+_MISSPELT = 0.87
 # Least number that counts as zero: PyTorch's ``LinearLR`` ends at -1e-18 by rounding.
 _LEAST_RATE = -1e-12
 
 
 def check_keys(groups: Sequence[Mapping[str, Any]], own_keys: Iterable[str] = ()) -> None:
-    """Refuse keys that nothing reads, at construction: later, wrappers keep notes of their own.
+    """Refuse misspelt hyperparameters at construction; other keys are notes of the user's.
 
     Args:
         groups: Parameter groups.
         own_keys: Keys of a rule's own hyperparameters.
 
     Raises:
-        ValueError: A key is unknown, such as a misspelt one, or an option that is not offered is
-            on; names the group and the field.
+        ValueError: A key resembles a hyperparameter, or an option that is not offered is on; names
+            the group and the field.
     """
-    own = set(own_keys)
-    known = ", ".join(sorted((_KEYS - {"params", "algorithm", "control"}) | own))
+    known = sorted({*_NUMBERS, *own_keys})
     for index, group in enumerate(groups):
-        for key in sorted(group.keys() - _KEYS - _NOTES - own, key=str):
-            is_off, place = key in _OFF and not group[key], f"groups[{index}].{key}"
-            require(is_off, place, "a key that nothing reads", f"one of {known}")
+        for key in sorted(group.keys() - {*_REQUIRED, *known}, key=str):
+            place = f"groups[{index}].{key}"
+            is_off = key not in _OFF or not group[key]
+            require(is_off, place, group[key], "false: this option is not offered")
+            close = difflib.get_close_matches(str(key), known, 1, _MISSPELT)
+            require(not close, place, "a key that nothing reads", f"one of {', '.join(known)}")
 
 
-def check_groups(
-    groups: Sequence[Mapping[str, Any]], check: Callable[[Mapping[str, Any]], None]
-) -> None:
-    """Refuse groups with which no step can be taken; at each step, as schedulers write to them.
+class GroupSettings(NamedTuple):
+    """Hyperparameters of a parameter group, as one step reads them.
 
-    A tensor on a device is not read: the host would wait.
+    Attributes:
+        lr: Learning rate times the group's multiplier; a 0-dim tensor only if it is on a device.
+        weight_decay: Decoupled weight decay.
+        betas: Betas of AdamW.
+        eps: Epsilon of AdamW.
+        momentum: Decay of the momentum buffer.
+        lookahead: Coefficient ``c`` of the buffer in the matrix to orthogonalize, ``G + c * B``;
+            None for ``B`` alone.
+        text: All of them, and the rule's own, for comparison among ranks.
+    """
+
+    lr: float | Tensor
+    weight_decay: float
+    betas: tuple[float, float]
+    eps: float
+    momentum: float
+    lookahead: float | None
+    text: str
+
+
+def read_groups(
+    groups: Sequence[Mapping[str, Any]],
+    check: Callable[[Mapping[str, Any]], None],
+    own_keys: Iterable[str] = (),
+) -> list[GroupSettings]:
+    """Read the groups of the coming step, and refuse those with which none can be taken.
+
+    Schedulers write to groups between steps. A learning rate on a device is not read: the host
+    would wait. Other values on a device are.
 
     Args:
         groups: Parameter groups.
         check: Check of a rule, called with each group that has matrices.
+        own_keys: Keys of a rule's own hyperparameters.
 
     Raises:
         ValueError: A key is missing, or a value is out of range; names the group and the field,
             what was found and what was expected.
     """
+    settings = []
     for index, group in enumerate(groups):
         place = f"groups[{index}]."
         if missing := [key for key in _REQUIRED if key not in group]:
-            raise ValueError(f"{place}{missing[0]}: found none, expected its value")
+            require(False, place + missing[0], "none", "its value")
         check_hyperparameters(group, place)
         if group["algorithm"] == "muon":
             try:
                 check(group)
             except ValueError as error:
                 raise ValueError(f"{place}{error}") from None
+        words = []
+        for key in dict.fromkeys((*_NUMBERS, *own_keys)):
+            value = group[key]
+            if isinstance(value, Tensor):
+                value = value.item() if value.device.type == "cpu" else "of a tensor"
+            if key == "betas":
+                value = tuple(map(float, value))
+            elif not isinstance(value, (bool, str)):
+                value = float(value)  # one and 1.0 are the same
+            words.append(f"{key} {value}")
+        momentum, nesterov = float(group["momentum"]), group["nesterov"]
+        if isinstance(nesterov, bool):
+            nesterov = momentum if nesterov else None
+        beta1, beta2 = map(float, group["betas"])
+        settings.append(
+            GroupSettings(
+                learning_rate(group),
+                float(group["weight_decay"]),
+                (beta1, beta2),
+                float(group["eps"]),
+                momentum,
+                None if nesterov is None else float(nesterov),
+                ", ".join(words),
+            )
+        )
+    return settings
 
 
 def check_hyperparameters(values: Mapping[str, Any], place: str = "") -> None:
@@ -112,43 +163,8 @@ def is_below(value: object, end: float) -> bool:
         return False
 
 
-def describe_group(group: Mapping[str, Any], own_keys: Iterable[str] = ()) -> str:
-    """The hyperparameters of a group as text, for comparison among ranks.
-
-    A learning rate on a device is left out: to read it would wait for the device.
-
-    Args:
-        group: A parameter group.
-        own_keys: Keys of a rule's own hyperparameters.
-    """
-    keys = ("lr", "lr_multiplier", "weight_decay", "eps", "betas", "momentum", "nesterov")
-    words = []
-    for key in dict.fromkeys((*keys, *own_keys)):
-        value: Any = group.get(key, "of the settings")
-        if isinstance(value, Tensor):
-            value = value.item() if value.device.type == "cpu" else "of a tensor"
-        if key == "betas":
-            value = tuple(map(float, value))
-        elif not isinstance(value, (bool, str)):
-            value = float(value)  # one and 1.0 are the same
-        words.append(f"{key} {value}")
-    return ", ".join(words)
-
-
 def learning_rate(group: Mapping[str, Any]) -> float | Tensor:
     """Learning rate of a group times its ``lr_multiplier``; a tensor only if it is on a device."""
     rate: float | Tensor = group["lr"] * group["lr_multiplier"]
     is_on_cpu = isinstance(rate, Tensor) and rate.device.type == "cpu"
     return float(rate) if is_on_cpu else rate
-
-
-def momentum_of(group: Mapping[str, Any], config: MuonConfig) -> tuple[float, float | None]:
-    """Momentum of a group, and its coefficient of the buffer, None for the buffer alone.
-
-    They are those of the settings by default.
-    """
-    momentum = float(group.get("momentum", config.momentum))
-    nesterov = group.get("nesterov", config.nesterov)
-    if isinstance(nesterov, bool):
-        return momentum, momentum if nesterov else None
-    return momentum, float(nesterov)

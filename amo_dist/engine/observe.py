@@ -61,20 +61,22 @@ def observe(engine: Engine, step: Step) -> dict[str, Measurement]:
     Returns:
         Measurements by name, the same on all ranks, of the matrices that have a spectrum.
     """
-    orders, is_exact = step.orders, engine.config.update_norm == "exact"
-    table = coefficient_table(orders.candidates)
+    orders = step.orders
+    assert orders is not None
+    table = orders.candidates
+    assert table is not None
     rows: dict[str, list[float]] = {}
-    for name, momentum in engine.gather_sample(step):
-        start = time.perf_counter()
-        try:
-            # A composed schedule divides a matrix by SAFETY times its norm.
-            row = measure_spectrum(momentum, table, SAFETY, exact_norm=is_exact).tolist()
-        except Exception as error:
-            engine.ballots.report_failure(f"step {orders.step}: measuring {name}", error)
-            continue
+
+    def measure(step: Step, name: str, momentum: Tensor) -> None:
+        start, is_exact = time.perf_counter(), engine.config.update_norm == "exact"
+        # A composed schedule divides a matrix by SAFETY times its norm.
+        row = measure_spectrum(momentum, table, SAFETY, exact_norm=is_exact).tolist()
         step.observe_seconds += time.perf_counter() - start
         if not math.isnan(row[0]):
             rows[name] = row
+
+    for name, momentum in engine.gather_sample(step):
+        engine.guarded(step, f"measuring {name}", measure, name, momentum)
     # The maximum over ranks is what one rank has measured, as no measurement is negative. Replicas
     # that do not know of each other measure the same.
     nothing = [0.0] * (2 + len(table))  # ell, whether it is clamped, and errors

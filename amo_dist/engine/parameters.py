@@ -17,14 +17,13 @@ from amo_dist.distributed.layout import (
     Matrix,
     Region,
     TensorLayout,
-    cut_like,
     flattened,
     layout_of,
     local_tensor,
     make_matrix,
 )
+from amo_dist.distributed.ranks import this_rank
 from amo_dist.engine.hyperparameters import learning_rate
-from amo_dist.kernels.elementwise import ROUNDED_OFF
 from amo_dist.operators.views import MatrixView
 
 ALGORITHMS = ("muon", "adamw")
@@ -57,8 +56,11 @@ class Param:
         group: Index of its parameter group.
         views: Its matrices; empty for a parameter that AdamW trains.
         layout: Ranks that hold its elements.
+        index: Position among all parameters of this process.
         is_convolution: Whether its three to five dims are one matrix.
         dtype: Dtype of the tensor at construction.
+        state: Shape on this rank and dtype of each tensor of its state, by name. A wrapper may keep
+            other entries beside them.
     """
 
     name: str
@@ -66,57 +68,35 @@ class Param:
     group: int
     views: tuple[MatrixView, ...]
     layout: TensorLayout
+    index: int
     is_convolution: bool = dataclasses.field(init=False)
     dtype: torch.dtype = dataclasses.field(init=False)
+    state: dict[str, tuple[torch.Size, torch.dtype]] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.dtype = self.tensor.dtype
         self.is_convolution = self.tensor.dim() > 2 and any(v.boxes is None for v in self.views)
 
 
-class LocalParam:
-    """This rank's part of a parameter, for the length of one step.
-
-    Who offloads or replaces parameters or state between steps frees them at once, because nothing
-    holds their local tensors longer. Those of a convolution are
-    `flattened` to two dims.
-
-    Args:
-        param: The parameter.
-        state: Its state, by name.
-        grad: Local gradient; None if the step passes the parameter over.
-
-    Attributes:
-        weight: Local tensor of the parameter; shares memory with it.
-        state: Local tensor of each state tensor, by name.
-    """
-
-    def __init__(self, param: Param, state: Mapping[str, Tensor], grad: Tensor | None) -> None:
-        self.param, self.grad = param, grad
-        self.weight = local_tensor(param.tensor)
-        self.state = {name: local_tensor(value) for name, value in state.items()}
-        if param.is_convolution:
-            self.weight = flattened(self.weight)
-            self.state = {name: flattened(value) for name, value in self.state.items()}
-
-
 class Piece:
-    """A box of one matrix on this rank, for the length of one step. Its tensors have its shape.
+    """A box of one matrix on this rank; made once, and owns no tensor.
 
     Args:
         matrix: The whole matrix: name, shape, which rank holds what.
         region: Region of it in the local parameter.
         scale: Factor on the update beside the learning rate.
-        group: Parameter group, with the rule's own hyperparameters.
-        local: The local parameter.
+        param: The parameter.
+        groups: Parameter groups of the optimizer.
 
     Attributes:
-        weight: This box of the parameter before the step; read only.
-        momentum: This box of the momentum; read only.
-        state: This box of each state tensor of the rule, by name; there is none before
-            `UpdateRule.post`. A rule replaces values in this dict, never in place.
+        weight: This box of the parameter before the step, during `UpdateRule.post`; read only.
+        state: This box of each state tensor of the rule, by name, during `UpdateRule.post`. A rule
+            replaces values in this dict, never in place.
     """
 
+    __slots__ = ("_groups", "_slices", "matrix", "param", "region", "scale", "state", "weight")
+
+    weight: Tensor
     state: dict[str, Tensor]
 
     def __init__(
@@ -124,22 +104,21 @@ class Piece:
         matrix: Matrix,
         region: Region,
         scale: float,
-        group: Mapping[str, Any],
-        local: LocalParam,
+        param: Param,
+        groups: Sequence[Mapping[str, Any]],
     ) -> None:
-        self.matrix, self.region, self.scale, self.group = matrix, region, scale, group
-        self.local = local
-        self.weight = region.view(local.weight)
-        self.momentum = region.view(local.state[MOMENTUM])
+        self.matrix, self.region, self.scale, self.param = matrix, region, scale, param
+        self._groups = groups
+        shape = param.layout.local_shape(this_rank())
+        if param.is_convolution:
+            shape = (shape[0], math.prod(shape[1:]))
+        is_whole = region.source_shape == shape
+        self._slices = None if is_whole else tuple(slice(*edge) for edge in region.source)
 
-    def stored_state(self) -> dict[str, Tensor]:
-        """Views of the rule's state tensors, by name."""
-        local_box, shape = self.region.source, self.local.weight.shape
-        return {
-            name: cut_like(value, local_box, shape)
-            for name, value in self.local.state.items()
-            if name not in (MOMENTUM, ROUNDED_OFF)
-        }
+    def view(self, local: Tensor) -> Tensor:
+        """This box of a local tensor in the parameter's shape, ``(m, n)``; shares memory."""
+        box = local if self._slices is None else local[self._slices]
+        return box if box.dim() == 2 else box.view(box.shape[-2:])
 
     @property
     def box(self) -> Box:
@@ -150,6 +129,11 @@ class Piece:
     def dim(self) -> int:
         """Dim of the matrix that counts outputs: 0, or 1 for a parameter fused by columns."""
         return self.matrix.dim
+
+    @property
+    def group(self) -> Mapping[str, Any]:
+        """Parameter group, with the rule's own hyperparameters."""
+        return self._groups[self.param.group]
 
     @property
     def lr(self) -> float | Tensor:
@@ -183,30 +167,64 @@ class Parameters:
         held = [id(tensor) for group in groups for tensor in group["params"]]
         return held == [id(param.tensor) for param in self.params]
 
-    def check(self, state: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
-        """Refuse parameters and state with which no step can be taken.
+    def tensors(
+        self, state: Mapping[Tensor, Mapping[str, Tensor]]
+    ) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+        """This rank's part of each parameter, and of its state by name, for one step.
 
-        Between steps they may lie anywhere, as trainers offload them.
+        Nobody keeps them longer: trainers offload and replace parameters and state between steps.
+        Those of a convolution are `flattened` to two dims.
 
         Raises:
-            ValueError: A parameter was cast, moved or reshaped in place, or its state is gone, lies
-                elsewhere or has another shape; names the parameter, found and expected.
+            ValueError: A parameter was cast, moved or reshaped in place, or a tensor of its state
+                is gone, lies elsewhere or has another form; names it, found and expected.
         """
+        weights, states, device = list[Tensor](), list[dict[str, Tensor]](), self.device
         for param in self.params:
-            tensor, own = param.tensor, state.get(param.tensor, {})
-            if (tensor.dtype, tensor.device) != (param.dtype, self.device):
+            tensor, own, local = param.tensor, state.get(param.tensor, {}), dict[str, Tensor]()
+            if tensor.dtype is not param.dtype or tensor.device != device:
                 remedy = "cast or move the model before the optimizer is built, or back again"
-                expected = f"{param.dtype} on {self.device}, as at construction: {remedy}"
+                expected = f"{param.dtype} on {device}, as at construction: {remedy}"
                 require(False, param.name, f"{tensor.dtype} on {tensor.device}", expected)
             if tensor.shape != param.layout.shape:
                 shape = tuple(tensor.shape)
                 require(False, param.name, f"shape {shape}", f"{param.layout.shape}, as before")
-            for name in (MOMENTUM,) if param.views else ("exp_avg", "exp_avg_sq"):
+            weight = local_tensor(tensor)
+            for name, (size, dtype) in param.state.items():
                 value = own.get(name)
-                if value is None or value.device != self.device or value.shape != tensor.shape:
-                    kind = "none" if value is None else f"{tuple(value.shape)} on {value.device}"
-                    expected = f"{param.layout.shape} on {self.device}, as at construction"
-                    require(False, f"state of {param.name}.{name}", kind, expected)
+                if isinstance(value, Tensor):
+                    local[name] = value = local_tensor(value)
+                    if value.shape == size and value.dtype is dtype and value.device == device:
+                        continue
+                    kind = f"{value.dtype} {tuple(value.shape)} on {value.device}"
+                else:
+                    kind = "none" if value is None else type(value).__name__
+                expected = f"{dtype} {tuple(size)} on {device}, as at construction, on this rank"
+                require(False, f"state of {param.name}.{name}", kind, expected)
+            if param.is_convolution:
+                check_memory_order(param.name, [weight, *local.values()])
+                weight = flattened(weight)
+                local = {name: flattened(value) for name, value in local.items()}
+            weights.append(weight)
+            states.append(local)
+        return weights, states
+
+    def note_state(self, state: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
+        """Take the form of all state as the one that every step expects."""
+        for param in self.params:
+            own = {name: local_tensor(value) for name, value in state[param.tensor].items()}
+            param.state = {name: (value.shape, value.dtype) for name, value in own.items()}
+
+
+def check_memory_order(name: str, tensors: Sequence[Tensor]) -> None:
+    """Refuse a convolution whose memory has another order than its dims, which cannot be flattened.
+
+    Raises:
+        ValueError: Names the parameter and the remedy.
+    """
+    is_flat = all(tensor.is_contiguous() for tensor in tensors)
+    expected = "that of its dims: model.to(memory_format=torch.contiguous_format)"
+    require(is_flat, name, "a convolution whose memory has another order", expected)
 
 
 def check_float16(
@@ -309,7 +327,7 @@ def lay_out(groups: Sequence[Mapping[str, Any]], structure: Structure) -> Parame
         for name, tensor in zip(names, group["params"], strict=True):
             layout = layout_of(tensor, name, structure.replica_ranks)
             views = tuple(structure.views.get(name, ()))
-            params.append(Param(name, tensor, index, views, layout))
+            params.append(Param(name, tensor, index, views, layout, len(params)))
     for name, count in Counter(param.name for param in params).items():
         require(count == 1, "params", f"{name} more than once", "unique names")
     first = params[0]
@@ -319,9 +337,7 @@ def lay_out(groups: Sequence[Mapping[str, Any]], structure: Structure) -> Parame
         expected = f"that of {first.name}, {first.tensor.device}"
         require(device == first.tensor.device, param.name, f"device {device}", expected)
         if param.is_convolution:
-            is_flat = local_tensor(param.tensor).is_contiguous()
-            expected = "that of its dims: model.to(memory_format=torch.contiguous_format)"
-            require(is_flat, param.name, "a convolution whose memory has another order", expected)
+            check_memory_order(param.name, [local_tensor(param.tensor)])
         own = [
             make_matrix(param.name + view.suffix, param.layout, index, view.boxes, view.dim)
             for view in param.views

@@ -20,16 +20,16 @@ Five invariants hold in every step:
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 from torch.profiler import record_function
 
@@ -38,22 +38,16 @@ from amo_dist.distributed.bucket import (
     BUCKETS_IN_FLIGHT,
     Bucket,
     Exchange,
-    Place,
     bring_down,
     on_host,
 )
-from amo_dist.distributed.layout import Region, flattened
-from amo_dist.distributed.plan import assign, plan_exchange
-from amo_dist.distributed.ranks import GroupLike, Membership
-from amo_dist.engine.ballot import Ballots, Verdict
-from amo_dist.engine.hyperparameters import describe_group, learning_rate, momentum_of
-from amo_dist.engine.parameters import (
-    MOMENTUM,
-    LocalParam,
-    Parameters,
-    Piece,
-    check_float16,
-)
+from amo_dist.distributed.layout import cut_like
+from amo_dist.distributed.plan import Held, assign, plan_exchange
+from amo_dist.distributed.ranks import GroupLike, Membership, failure_text, this_rank
+from amo_dist.engine.ballot import Ballot, Ballots, Verdict, first_names
+from amo_dist.engine.hyperparameters import GroupSettings, read_groups
+from amo_dist.engine.parameters import MOMENTUM, Param, Parameters, Piece, check_float16
+from amo_dist.engine.replicas import mark_replicas
 from amo_dist.engine.rule import MatrixSums, UpdateRule
 from amo_dist.engine.world import World
 from amo_dist.kernels.elementwise import (
@@ -63,6 +57,7 @@ from amo_dist.kernels.elementwise import (
     drop_nonfinite,
     master_weights,
     nesterov,
+    on_cpu,
     real,
     set_weights,
     update_momentum,
@@ -86,33 +81,37 @@ class Orders:
         step: Optimizer step, counted from 1.
         schedules: Schedule of each matrix of this process.
         digest: Digest of the settings, of all schedules and of the source's state.
-        balances_locked_work: Whether owners balance the work of the locked schedules. False before
-            the lock, when they balance that of the first schedules, and always in round robin.
+        owners: Schedules by whose work owners are chosen: those of the ``first`` step, or the
+            ``locked`` ones.
         sample: Names of the matrices to observe after the step; empty at most steps.
-        candidates: Schedules whose errors the observation measures.
+        candidates: Coefficients of the schedules whose errors the observation measures, float64 on
+            the CPU, ``(schedules, steps, 3)``; None at most steps.
         checked: Name of the matrix whose residual is measured; None at most steps.
     """
 
     step: int
     schedules: Sequence[Schedule]
     digest: str
-    balances_locked_work: bool
+    owners: Literal["first", "locked"]
     sample: Sequence[str]
-    candidates: Sequence[Schedule]
+    candidates: Tensor | None
     checked: str | None
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Step:
-    """Everything that belongs to the step at hand.
+    """Everything that belongs to the step at hand, and is freed with it.
 
     Attributes:
-        orders: Orders for it.
-        params: This rank's part of each parameter.
-        momentum_settings: Momentum of each group, and the coefficient of the buffer in the matrix
-            to orthogonalize, ``G + c * B``; None for ``B`` alone.
-        skip_mask: 0-dim boolean on the device: if true, nothing may change; None if the host knows
-            that the step is good.
+        ballot: This rank's ballot.
+        orders: Orders for it; None if this rank could not prepare it, and only communicates.
+        settings: Hyperparameters of each parameter group.
+        weights: This rank's part of each parameter.
+        states: This rank's part of each parameter's state, by name.
+        grads: This rank's part of each gradient, None without one.
+        misplaced: Indices of gradients in other placements than their parameters.
+        sampled: Exchanges of the observation.
+        skip_mask: See `Verdict`.
         results: Pieces whose results wait for the rule's `post`.
         outcomes: Names of orthogonalized matrices, and flags of those whose result was NaN or inf.
         norms: Norm below which the factor to the exact norm is bounded, and norms of results.
@@ -120,10 +119,15 @@ class Step:
         observe_seconds: Seconds that this rank took to measure the sample.
     """
 
-    orders: Orders
-    params: Sequence[LocalParam]
-    momentum_settings: Sequence[tuple[float, float | None]]
-    skip_mask: Tensor | None
+    ballot: Ballot
+    orders: Orders | None = None
+    settings: Sequence[GroupSettings] = ()
+    weights: Sequence[Tensor] = ()
+    states: Sequence[Mapping[str, Tensor]] = ()
+    grads: list[Tensor | None] = dataclasses.field(default_factory=list)
+    misplaced: Sequence[int] = ()
+    sampled: list[Exchange] = dataclasses.field(default_factory=list)
+    skip_mask: Tensor | None = None
     results: list[tuple[Piece, Tensor]] = dataclasses.field(default_factory=list)
     outcomes: list[tuple[tuple[str, ...], Tensor]] = dataclasses.field(default_factory=list)
     norms: list[tuple[float, Tensor]] = dataclasses.field(default_factory=list)
@@ -131,48 +135,9 @@ class Step:
     observe_seconds: float = 0.0
 
 
-class Update(NamedTuple):
-    """A change of a parameter, or of a region of it.
-
-    Attributes:
-        local: The parameter.
-        change: Gradient of AdamW, orthogonalized momentum, or new weights.
-        region: Region that changes; None for all of the parameter.
-        scale: Factor on orthogonalized momentum beside the learning rate.
-    """
-
-    local: LocalParam
-    change: Tensor
-    region: Region | None = None
-    scale: float = 1.0
-
-    def view(self, whole: Tensor) -> Tensor:
-        """The part of the parameter, or of a state in its shape, that changes."""
-        return whole if self.region is None else self.region.view(whole)
-
-
-def batches(updates: Sequence[Update]) -> Iterator[tuple[int, list[Update], Sequence[Tensor]]]:
-    """Updates that are computed together: index of their group, updates, and weights to change.
-
-    The weights are float32 where there are master weights, and those are lent in parts: copies of
-    all would be a second model in memory.
-    """
-    parts: dict[tuple[int, int], list[Update]] = defaultdict(list)
-    num_lent = 0
-    for update in updates:
-        part = 0
-        if ROUNDED_OFF in update.local.state:
-            num_lent += update.change.numel()
-            part = 1 + num_lent // GROUP_ELEMENTS
-        parts[update.local.param.group, part].append(update)
-    for (group, part), batch in parts.items():
-        weights = [update.view(update.local.weight) for update in batch]
-        if not part:
-            yield group, batch, weights
-            continue
-        remainders = [update.view(update.local.state[ROUNDED_OFF]) for update in batch]
-        with master_weights(weights, remainders) as masters:
-            yield group, batch, masters
+# A change of a parameter: its piece, or None for all of it; and its gradient of AdamW, its
+# orthogonalized momentum, or its new weights.
+Update: TypeAlias = tuple[Param, "Piece | None", Tensor]
 
 
 class Engine:
@@ -182,8 +147,7 @@ class Engine:
 
     Args:
         parameters: Parameters of this process.
-        groups: Parameter groups of the optimizer, read at every step.
-        state: State of the optimizer, by parameter.
+        groups: Parameter groups of the optimizer.
         rule: The optimizer's rule.
         config: Mathematics and exchange, with the dtypes in force.
         process_group: Process group of the user, for `Membership`.
@@ -209,13 +173,12 @@ class Engine:
         self,
         parameters: Parameters,
         groups: Groups,
-        state: State,
         rule: UpdateRule,
         config: MuonConfig,
         process_group: GroupLike = None,
     ) -> None:
         self.parameters, self.config, self.rule = parameters, config, rule
-        self.groups, self.state = groups, state
+        self._groups = list(groups)
         self.membership = Membership([param.tensor for param in parameters.params], process_group)
         self._dtype: torch.dtype = getattr(torch, config.ns_dtype)
         assert config.wire_dtype is not None
@@ -226,23 +189,32 @@ class Engine:
         self._is_staged = self.device != parameters.device
         check_float16(parameters, groups, config.bfloat16_params)
         shapes = [m.shape if m.dim == 0 else m.shape[::-1] for m in parameters.matrices]
-        self._scales = [rule.scale(shape) for shape in shapes]
         self.update_scales = [UpdateRule.scale(rule, shape) for shape in shapes]
         self._sum_sizes = {matrix.name: rule.sums(matrix) for matrix in parameters.matrices}
         counts = sorted(set(map(len, self._sum_sizes.values())))
         expected = "the same number for all matrices, with 0 elements for those without one"
         require(len(counts) <= 1, f"{type(rule).__name__}.sums", f"{counts} sums", expected)
-        # Exchanges of training, which serve step after step.
+        # Pieces of this rank, by their matrix and region. Those without elements have state that
+        # this rank holds as a replica.
+        self._pieces: dict[Held, Piece] = {}
+        self._empty_pieces: list[Piece] = []
+        rank = this_rank()
+        for index, (matrix, shape) in enumerate(zip(parameters.matrices, shapes, strict=True)):
+            param, scale = parameters.params[matrix.param], rule.scale(shape)
+            for region in matrix.regions_by_rank.get(rank, ()):
+                self._pieces[index, region] = Piece(matrix, region, scale, param, self._groups)
+            for region in matrix.empty_by_rank.get(rank, ()) if rule.has_post else ():
+                self._empty_pieces.append(Piece(matrix, region, scale, param, self._groups))
+        # Exchanges of training, and `Orders.owners` of their plan. Until all ranks have agreed on
+        # them they are made anew.
         self._exchanges: list[Exchange] = []
-        # `Orders.balances_locked_work` of their owners; None while there are none.
-        self._balances_locked_work: bool | None = None
-        # Exchanges of the coming observation alone.
-        self._sampled: list[Exchange] = []
+        self._owners: str | None = None
+        self._are_agreed = False
         self.sent_bytes = 0
         # `Step.norms` of the last step, for metrics.
         self._norms: list[tuple[float, Tensor]] = []
 
-    def make_state(self) -> None:
+    def make_state(self, states: State) -> None:
         """Make zero state for every parameter, so that all ranks have the same keys."""
         for param in self.parameters.params:
             tensor = param.tensor
@@ -263,120 +235,198 @@ class Engine:
                 state[ROUNDED_OFF] = torch.zeros_like(tensor, dtype=torch.float32)
             for value in state.values():
                 value.requires_grad_(False)
-            self.state[tensor] = state
+            states[tensor] = state
+        self.parameters.note_state(states)
 
-    def connect(self, world: World) -> None:
-        """Take the structure on which all ranks have agreed."""
+    def connect(self, world: World, identity: str) -> None:
+        """Take the structure on which all ranks have agreed, and the optimizer's name."""
+        self._identity = identity
         skips = self.config.nonfinite == "skip_step"
         self.world, self.ballots = world, Ballots(world, self.parameters, skips=skips)
         self.is_connected = True
 
     # ---------------------------------------------------------------- one step
 
-    def agree(self, orders: Orders, fault: Exception | None = None) -> Verdict:
-        """Vote on the coming step and on its gradients; a collective over the world.
+    def prepare(self, orders: Orders, groups: Groups, state: State) -> Step:
+        """Do everything of a step that may fail on this rank alone; communicates nothing.
 
         Args:
-            orders: Orders of the coming step.
-            fault: Fault of this rank alone, which all ranks raise.
-
-        Raises:
-            As `Ballots.vote`.
+            orders: Orders of the optimizer.
+            groups: Its parameter groups as they are now.
+            state: Its state, by parameter.
         """
-        is_new = orders.balances_locked_work is not self._balances_locked_work
-        self._sampled = []  # those of a step that was skipped, or in which a rank raised
-        if is_new:  # the old buffers are freed; None until no rank has raised
-            self._exchanges, self._balances_locked_work = [], None
+        self._groups[:] = groups
+        settings = read_groups(groups, self.rule.check, self.rule.defaults)
+        weights, states = self.parameters.tensors(state)
+        gradients = self.ballots.local_gradients()
+        is_new = orders.owners != self._owners or not self._are_agreed
         # The host must know now whether the step is skipped (an observation of it is invalid),
         # lacks buffers (it cannot run), or comes before the first gradient (it does not count).
         measures = bool(orders.sample) or orders.checked is not None
-        waits = not self._is_on_device or is_new or measures or orders.step == 1
-        text = ""
-        if fault is None:
-            if is_new or orders.sample:
-                self._make_buffers(orders, is_new)
-            text = "\n".join(self._lines(orders, is_new=is_new, waits=waits))
-        verdict = self.ballots.vote(orders.step, text, fault, waits=waits)
-        if verdict.reason:
-            self._sampled = []
-        self._balances_locked_work = orders.balances_locked_work
-        return verdict
-
-    def _lines(self, orders: Orders, *, is_new: bool, waits: bool) -> list[str]:
-        """Lines that must be alike on all ranks before a step."""
+        waits = not self._is_on_device or is_new or measures or self.ballots.is_fresh
+        if is_new:
+            self.discard()  # memory, before new buffers are made
+            every = range(len(self.parameters.matrices))
+            self._exchanges = self._make_exchanges(every, orders.schedules, self.wire)
+            self._owners = orders.owners
+        for exchange in self._exchanges:
+            exchange.restore()
+        sampled = list[Exchange]()
+        if orders.sample:
+            names = [matrix.name for matrix in self.parameters.matrices]
+            indices = [index for index, name in enumerate(names) if name in orders.sample]
+            # Training rounds what it sends, and an observation does not.
+            dtype = torch.float32
+            sampled = self._make_exchanges(indices, orders.schedules, dtype, returns=False)
         lines = [
             f"step {orders.step}",
+            self._identity,
             f"settings, schedules and state {orders.digest}",
             f"measured {list(orders.sample)}, {orders.checked}",
             f"{'a new' if is_new else 'the last'} exchange plan",
             f"{'waits' if waits else 'does not wait'} for the verdict",
         ]
         if self.world.shares_all:  # stages of a pipeline have groups of their own
-            for index, group in enumerate(self.groups):
-                lines.append(f"group {index}: {describe_group(group, self.rule.defaults)}")
-        return lines
+            lines += [f"group {index}: {own.text}" for index, own in enumerate(settings)]
+        replicas = None
+        if self.ballots.is_fresh and self.world.replica_sets:
+            placed = [
+                None if i in gradients.misplaced else g for i, g in enumerate(gradients.local)
+            ]
+            params = self.parameters.params
+            replicas = mark_replicas(self.world, params, weights, states, placed)
+        ballot = self.ballots.fill(orders.step, waits, "\n".join(lines), gradients, replicas)
+        return Step(ballot, orders, settings, weights, states, *gradients, sampled)
 
-    def _make_buffers(self, orders: Orders, is_new: bool) -> None:
-        """Make the exchanges that the step lacks; if that fails here, the vote says so to all."""
-        matrices, schedules = self.parameters.matrices, orders.schedules
-        sampled = [i for i, matrix in enumerate(matrices) if matrix.name in orders.sample]
-        dtype = torch.float32  # training rounds what it sends, and an observation does not
-        try:
-            if is_new:
-                self._exchanges = self._make_exchanges(range(len(matrices)), schedules, self.wire)
-            if orders.sample:
-                self._sampled = self._make_exchanges(sampled, schedules, dtype, returns=False)
-        except Exception as error:
-            self.ballots.report_failure(f"step {orders.step}: allocating buffers", error)
-
-    def run(self, orders: Orders, verdict: Verdict) -> Step:
-        """Update every parameter; a collective over the ranks that share parameters.
-
-        If something fails on this rank alone, it sends what it has, or NaN in place of momentum,
-        from which owners make a zero update: such a matrix is only decayed. All ranks raise when
-        they read their next ballot.
+    def give_up(self, number: int, error: Exception) -> Step:
+        """A step that this rank could not prepare: it tells all ranks why, and only communicates.
 
         Args:
-            orders: Orders on which all ranks have agreed.
-            verdict: Result of `agree`.
-
-        Returns:
-            The step, for the measurements that follow it.
+            number: Optimizer step.
+            error: Error of `prepare`, or of the orders; raised at once in a world of one rank.
         """
-        self.sent_bytes = 0
-        pairs = zip(self.parameters.params, verdict.grads, strict=True)
-        params = [LocalParam(param, self.state[param.tensor], grad) for param, grad in pairs]
-        settings = [momentum_of(group, self.config) for group in self.groups]
-        step = Step(orders, params, settings, verdict.skip_mask)
+        if self.world.group is None:
+            raise error
+        text = failure_text(f"step {number}", error)
+        return Step(self.ballots.fill(number, None, text))
+
+    def vote(self, step: Step) -> Verdict:
+        """Agree with all ranks on a step; a collective over the world.
+
+        Raises:
+            As `Ballots.vote`.
+        """
         try:
-            self._update_momentum(step)
-            # There is one exchange at least, as sets of ranks that share nothing but parameters of
-            # AdamW have an empty one.
-            for number, exchange in enumerate(self._exchanges):
+            verdict = self.ballots.vote(step.ballot)
+        except Exception:
+            if not self._are_agreed:
+                self.discard()
+            for exchange in self._exchanges:
+                exchange.release()
+            raise
+        self._are_agreed = True
+        if verdict.is_skipped or verdict.is_before_first_gradient:
+            for exchange in self._exchanges:
+                exchange.release()
+        return verdict
+
+    def discard(self) -> None:
+        """Forget the exchanges: the next step makes new ones."""
+        self._exchanges, self._owners, self._are_agreed = [], None, False
+
+    def run(self, step: Step, verdict: Verdict) -> None:
+        """Update every parameter; a collective over the ranks that share parameters.
+
+        If something fails on this rank alone, it goes on to communicate: all ranks raise when they
+        read their next ballot. It sends NaN in place of momentum, from which owners make a zero
+        update, or zeros in place of results: such matrices are only decayed.
+
+        Args:
+            step: Step on which all ranks have voted.
+            verdict: Verdict that lets it run, or which nobody has read yet.
+        """
+        step.skip_mask, self.sent_bytes = verdict.skip_mask, 0
+        if step.orders is None:
+            self._make_room()
+        # Moving a gradient is a collective, which hangs if a rank has none or does not take part:
+        # this waits for the backward pass until the step is known to be good.
+        if step.misplaced and verdict.is_good():
+            for index in step.misplaced:
+                tensor = self.parameters.params[index].tensor
+                assert isinstance(tensor, DTensor)
+                assert isinstance(tensor.grad, DTensor)
+                grad = tensor.grad.redistribute(placements=tensor.placements)
+                step.grads[index] = grad.to_local()
+        try:
+            self.guarded(step, "updating momentum", self._update_momentum)
+            meanwhile = True
+            for exchange in self._exchanges:
+                exchange.restore()
                 self.sent_bytes += exchange.sent_bytes
-                with exchange.in_use():
-                    self._pipeline(step, exchange.buckets, is_first=number == 0)
+                self._pipeline(step, exchange.buckets, meanwhile)
+                exchange.release()
+                meanwhile = False
             if self.rule.has_post and self.parameters.matrices:
                 self._post(step)
         except BaseException:
-            # Messages still under way must not arrive in the buffers of a later step.
-            self._balances_locked_work, self._exchanges = None, []
+            self.discard()  # messages under way must not arrive in the buffers of a later step
             raise
         self._norms = step.norms
         self.ballots.report_updates(step.outcomes, step.skip_mask)
-        return step
+
+    def _make_room(self) -> None:
+        """Bring the memory of messages back after a failure, which may be the lack of it.
+
+        The other ranks have not read yet that this one has failed, and run the step under a mask.
+        To receive what they send, the gradients of this rank give way if nothing else does: all
+        ranks raise before they could be used.
+        """
+        try:
+            for exchange in self._exchanges:
+                exchange.restore()
+        except torch.OutOfMemoryError:
+            for param in self.parameters.params:
+                param.tensor.grad = None
+            torch.accelerator.empty_cache()
+
+    def guarded(
+        self,
+        step: Step,
+        part: str,
+        work: Callable[..., None],
+        *args: Any,
+        instead: tuple[Sequence[Tensor], float] = ((), 0.0),
+    ) -> None:
+        """Do local work of a step, which must not communicate, and go on if it fails on this rank.
+
+        Args:
+            step: The step; one that this rank could not prepare does no work.
+            part: Name of the work.
+            work: Method of the engine.
+            args: Its arguments beside the step.
+            instead: Tensors to fill if it fails, and the number to fill them with.
+        """
+        if step.orders is None:
+            return
+        try:
+            work(step, *args)
+        except Exception as error:
+            if isinstance(error, torch.AcceleratorError):
+                raise  # the device is lost: each later call would fail and be logged in turn
+            self.ballots.report_failure(f"step {step.orders.step}: {part}", error)
+            for tensor in instead[0]:
+                tensor.fill_(instead[1])
 
     def _update_momentum(self, step: Step) -> None:
         """Take this rank's gradients into the momentum."""
-        with record_function("amo::momentum"), self._deferring(step, "updating momentum"):
+        with record_function("amo::momentum"):
             by_momentum: dict[float, list[tuple[Tensor, Tensor]]] = defaultdict(list)
-            for local in step.params:
-                if not local.param.views or local.grad is None:
-                    continue
-                if local.param.is_convolution:
-                    local.grad = flattened(local.grad.contiguous())
-                momentum, _ = step.momentum_settings[local.param.group]
-                by_momentum[momentum].append((local.state[MOMENTUM], local.grad))
+            for param, state, grad in zip(
+                self.parameters.params, step.states, step.grads, strict=True
+            ):
+                if param.views and grad is not None:
+                    momentum = step.settings[param.group].momentum
+                    by_momentum[momentum].append((state[MOMENTUM], grad))
             for momentum, pairs in by_momentum.items():
                 buffers, grads = map(list, zip(*pairs, strict=True))
                 update_momentum(buffers, grads, momentum, skip_mask=step.skip_mask)
@@ -387,20 +437,17 @@ class Engine:
         On a CPU PyTorch's foreach kernels run: the fused one gives an element other bits in another
         shard. On a device the fused ones run, which skip a bad step without the host.
         """
-        updates = [
-            Update(local, local.grad)
-            for local in step.params
-            if not local.param.views and local.grad is not None
-        ]
-        with record_function("amo::adamw"), self._deferring(step, "AdamW"):
+        pairs = zip(self.parameters.params, step.grads, strict=True)
+        updates = [(p, None, grad) for p, grad in pairs if not p.views and grad is not None]
+        with record_function("amo::adamw"):
             is_skipped = None if step.skip_mask is None else step.skip_mask.to(torch.float32)
-            for index, batch, weights in batches(updates):
-                states, group = [update.local.state for update in batch], self.groups[index]
-                beta1, beta2 = map(float, group["betas"])
-                pairs, is_fused = zip(batch, weights, strict=True), not weights[0].is_cpu
+            for group, batch, weights in self._batches(step, updates):
+                states = [step.states[param.index] for param, _, _ in batch]
+                grads = [x.to(w.dtype) for (_, _, x), w in zip(batch, weights, strict=True)]
+                is_fused = not on_cpu(weights[0])
                 adamw(
                     real(weights),
-                    real([update.change.to(weight.dtype) for update, weight in pairs]),
+                    real(grads),
                     real([state["exp_avg"] for state in states]),
                     real([state["exp_avg_sq"] for state in states]),
                     [],
@@ -409,18 +456,18 @@ class Engine:
                     fused=is_fused,
                     found_inf=is_skipped,
                     amsgrad=False,
-                    beta1=beta1,
-                    beta2=beta2,
-                    lr=learning_rate(group),
-                    weight_decay=float(group["weight_decay"]),
-                    eps=float(group["eps"]),
+                    beta1=group.betas[0],
+                    beta2=group.betas[1],
+                    lr=group.lr,
+                    weight_decay=group.weight_decay,
+                    eps=group.eps,
                     maximize=False,
                 )
 
-    def _pipeline(self, step: Step, buckets: Sequence[Bucket], *, is_first: bool) -> None:
+    def _pipeline(self, step: Step, buckets: Sequence[Bucket], has_adamw: bool) -> None:
         """Run the buckets of one set of ranks to their end, with double buffering.
 
-        AdamW, in the first set, and the buckets that do not travel run under the first gathers.
+        AdamW, with the first set, and the buckets that do not travel run under the first gathers.
         Turn k of the loop computes bucket k, gathers bucket k + 2, and applies bucket k - 1::
 
                        before   turn 0            turn 1            turn 2
@@ -442,8 +489,8 @@ class Engine:
 
         for number in range(BUCKETS_IN_FLIGHT):
             advance(number)  # its gather starts
-        if is_first:
-            self._adamw(step)
+        if has_adamw:
+            self.guarded(step, "AdamW", self._adamw)
         for run in staying:
             next(run, None)  # it never pauses
         for number in range(len(moving) + 1):
@@ -453,63 +500,64 @@ class Engine:
 
     def _bucket(self, step: Step, bucket: Bucket) -> Iterator[None]:
         """One bucket, from momentum to updated parameters; pauses twice if it travels."""
-        with record_function("amo::gather"):
-            self._pack_momentum(step, bucket.outgoing)
+        targets, wholes = (bucket.outgoing, math.nan), (bucket.wholes, 0.0)
+        names = [self.parameters.matrices[index].name for index in bucket.owned]
+        part = f"orthogonalizing {first_names(names)}"
+        self.guarded(step, "reading momentum", self._read_momentum, bucket, instead=targets)
         yield from bucket.gather()
-        with record_function("amo::orthogonalize"):
-            self._orthogonalize(step, bucket)
+        self.guarded(step, part, self._orthogonalize, bucket, instead=wholes)
         yield from bucket.scatter()
-        self._take_results(step, bucket.incoming)
+        self.guarded(step, "updating matrices", self._take_results, bucket)
 
-    def _pack_momentum(self, step: Step, places: Sequence[Place]) -> None:
-        """Write the momentum to orthogonalize into its places; NaN if that fails.
+    def _read_momentum(self, step: Step, bucket: Bucket) -> None:
+        """Write the momentum to orthogonalize to where it is sent from.
 
         A parameter without a gradient sends zeros: the sizes of messages were agreed before.
         """
-        targets = [place.tensor for place in places]
-        if not targets:
+        if not bucket.sent:
             return
-        with self._deferring(step, "reading momentum", targets, math.nan):
-            staging = on_host(targets) if self._is_staged else targets
-            by_group: dict[int, list[tuple[Piece, Tensor, Tensor]]] = defaultdict(list)
-            for place, target in zip(places, staging, strict=True):
-                piece = self._piece(step, place)
-                if piece.local.grad is None:
+        with record_function("amo::gather"):
+            staging = on_host(bucket.outgoing) if self._is_staged else bucket.outgoing
+            rows_by_lookahead = defaultdict[float | None, list[tuple[Piece, Tensor, Tensor]]](list)
+            for held, target in zip(bucket.sent, staging, strict=True):
+                piece = self._pieces[held]
+                if (grad := step.grads[piece.param.index]) is None:
                     target.zero_()
                 else:
-                    by_group[piece.local.param.group].append((piece, piece.local.grad, target))
-            for group, rows in by_group.items():
-                _, coefficient = step.momentum_settings[group]
-                momenta = [piece.momentum for piece, _, _ in rows]
+                    lookahead = step.settings[piece.param.group].lookahead
+                    rows_by_lookahead[lookahead].append((piece, grad, target))
+            for lookahead, rows in rows_by_lookahead.items():
+                momenta = [
+                    piece.view(step.states[piece.param.index][MOMENTUM]) for piece, _, _ in rows
+                ]
                 out = [target for _, _, target in rows]
                 if self.rule.has_pre:  # before anything is rounded to travel
                     out = [torch.empty_like(x, dtype=wide_dtype(x.dtype)) for x in momenta]
-                if coefficient is not None:
-                    grads = [piece.region.view(grad) for piece, grad, _ in rows]
-                    nesterov(momenta, grads, coefficient, out=out)
-                else:
+                if lookahead is None:
                     torch._foreach_copy_(out, momenta)
+                else:
+                    nesterov(momenta, [piece.view(grad) for piece, grad, _ in rows], lookahead, out)
                 if self.rule.has_pre:
                     for (piece, _, target), values in zip(rows, out, strict=True):
                         target.copy_(self.rule.pre(values, piece))
             if self._is_staged:
-                torch._foreach_copy_(targets, staging, non_blocking=True)
+                torch._foreach_copy_(bucket.outgoing, staging, non_blocking=True)
 
     def _orthogonalize(self, step: Step, bucket: Bucket) -> None:
         """Orthogonalize the matrices of a bucket in place; zeros for results that are not finite.
 
-        Those of one shape and schedule are one batch. If one fails, its results are zeros, and this
-        rank goes on to send them.
+        Those of one shape and schedule are one batch.
         """
+        assert step.orders is not None
         alike: dict[tuple[object, Schedule], list[tuple[str, Tensor]]] = defaultdict(list)
         for index, whole in zip(bucket.owned, bucket.wholes, strict=True):
             matrix, schedule = self.parameters.matrices[index], step.orders.schedules[index]
             # A CPU takes two products of one matrix faster than one product of a batch of two.
-            kind = index if whole.is_cpu else matrix.shape
+            kind = index if on_cpu(whole) else matrix.shape
             alike[kind, schedule].append((matrix.name, whole))
-        for (_, schedule), batch in alike.items():
-            names, wholes = map(list, zip(*batch, strict=True))
-            with self._deferring(step, f"orthogonalizing {names[0]}", wholes, 0.0):
+        with record_function("amo::orthogonalize"):
+            for (_, schedule), batch in alike.items():
+                names, wholes = map(list, zip(*batch, strict=True))
                 x = torch.stack(wholes) if len(wholes) > 1 else wholes[0]
                 results = orthogonalize(
                     x,
@@ -522,107 +570,125 @@ class Engine:
                 results = results if results.dim() == 3 else results.unsqueeze(0)
                 step.outcomes.append((tuple(names), drop_nonfinite(results)))
                 if (checked := step.orders.checked) in names:
-                    with self._deferring(step, f"measuring {checked}"):
-                        result = results[names.index(checked)]
-                        # A matrix without a gradient is zero, and its residual says nothing.
-                        step.residual = ns_residual(result) * result.any()
+                    result = results[names.index(checked)]
+                    self.guarded(step, f"measuring {checked}", self._measure_residual, result)
                 if self.config.update_norm == "exact":
                     least = math.sqrt(min(x.shape[-2:])) / EXACT_NORM_BOUND
                     step.norms.append((least, scale_to_exact_norm(results)))
                 torch._foreach_copy_(wholes, results.unbind())
 
-    def _take_results(self, step: Step, places: Sequence[Place]) -> None:
+    def _measure_residual(self, step: Step, result: Tensor) -> None:
+        """Measure how far a result is from orthogonal; 0 for zeros, which have no gradient."""
+        step.residual = ns_residual(result) * result.any()
+
+    def _take_results(self, step: Step, bucket: Bucket) -> None:
         """Apply results, or keep them for the rule's `post`."""
-        with self._deferring(step, "updating matrices"):
-            results = [place.tensor for place in places]
-            if self._is_staged and results:
-                results = bring_down(results)
-            pieces = [self._piece(step, place) for place in places]
-            pairs = zip(pieces, results, strict=True)
-            present = [(piece, x) for piece, x in pairs if piece.local.grad is not None]
-            if not self.rule.has_post:
-                self._apply(step, present)
-                return
-            for piece, result in present:  # the memory of the bucket serves the next one
-                step.results.append((piece, result if self._is_staged else result.clone()))
+        results = bucket.incoming
+        if self._is_staged and results:
+            results = bring_down(results)
+        pairs = zip(map(self._pieces.__getitem__, bucket.received), results, strict=True)
+        present = [(piece, x) for piece, x in pairs if step.grads[piece.param.index] is not None]
+        if self.rule.has_post:  # the memory of the bucket serves the next one
+            step.results += [(piece, x if self._is_staged else x.clone()) for piece, x in present]
+        else:
+            self._apply(step, present)
 
     def _post(self, step: Step) -> None:
         """Apply what the rule makes of all results of this rank; a collective for each sum."""
-        pieces = [piece for piece, _ in step.results]
-        parameters, dtype = self.parameters, self.rule.sum_dtype
-        sums = MatrixSums(parameters, self._sum_sizes, pieces, self.world, dtype)
-        with self._deferring(step, "finishing updates"):
-            try:
-                for piece in pieces:
-                    piece.state = piece.stored_state()
-                    remainder = piece.local.state.get(ROUNDED_OFF)
-                    if self.rule.sets_weights and remainder is not None:
-                        piece.weight = piece.weight + piece.region.view(remainder)
-                with record_function("amo::post"):
-                    updates = self.rule.post([x for _, x in step.results], pieces, sums)
-            finally:
-                sums.finish()
-                step.results.clear()
-            for piece in pieces:
-                stored = piece.stored_state()
-                new = [piece.state[name] for name in stored]
-                set_weights(list(stored.values()), new, skip_mask=step.skip_mask)
-            self._apply(step, list(zip(pieces, updates, strict=True)))
+        for piece in self._empty_pieces:
+            if step.orders is not None and step.grads[piece.param.index] is not None:
+                weight = piece.view(step.weights[piece.param.index])
+                step.results.append((piece, weight.new_empty(weight.shape, dtype=self.wire)))
+        pieces, dtype = [piece for piece, _ in step.results], self.rule.sum_dtype
+        sums = MatrixSums(self.parameters, self._sum_sizes, pieces, self.world, dtype)
+        self.guarded(step, "finishing updates", self._finish, sums)
+        sums.finish()
         if sums.error is not None:
             raise sums.error
 
+    def _finish(self, step: Step, sums: MatrixSums) -> None:
+        """Run the rule's `post`, and apply its state and updates."""
+        pieces, stored = [piece for piece, _ in step.results], []
+        for piece in pieces:
+            weight, state = step.weights[piece.param.index], step.states[piece.param.index]
+            own = {name: x for name, x in state.items() if name not in (MOMENTUM, ROUNDED_OFF)}
+            source = piece.region.source
+            own = {name: cut_like(x, source, weight.shape) for name, x in own.items()}
+            stored.append(own)
+            piece.weight, piece.state = piece.view(weight), dict(own)
+            if self.rule.sets_weights and ROUNDED_OFF in state:
+                piece.weight = piece.weight + piece.view(state[ROUNDED_OFF])
+        try:
+            with record_function("amo::post"):
+                updates = self.rule.post([x for _, x in step.results], pieces, sums)
+            targets = [x for own in stored for x in own.values()]
+            new = [
+                piece.state[name] for piece, own in zip(pieces, stored, strict=True) for name in own
+            ]
+            set_weights(targets, new, skip_mask=step.skip_mask)
+            self._apply(step, list(zip(pieces, updates, strict=True)))
+        finally:
+            for piece in pieces:  # nothing holds tensors longer than a step
+                del piece.weight, piece.state
+
     def _apply(self, step: Step, pairs: Sequence[tuple[Piece, Tensor]]) -> None:
         """Decay pieces of parameters, and subtract their scaled updates; or set new weights."""
-        updates = [Update(piece.local, x, piece.region, piece.scale) for piece, x in pairs]
+        updates = [(piece.param, piece, x) for piece, x in pairs]
         with record_function("amo::update"):
-            for index, batch, weights in batches(updates):
-                changes, group = [update.change for update in batch], self.groups[index]
+            for group, batch, weights in self._batches(step, updates):
+                changes = [x for _, _, x in batch]
                 if self.rule.sets_weights:
                     set_weights(weights, changes, skip_mask=step.skip_mask)
                     continue
                 apply_update(
                     weights,
                     changes,
-                    lr=learning_rate(group),
-                    weight_decay=float(group["weight_decay"]),
-                    scales=[update.scale for update in batch],
+                    lr=group.lr,
+                    weight_decay=group.weight_decay,
+                    scales=[piece.scale for _, piece, _ in batch if piece is not None],
                     cautious=self.config.cautious_decay,
                     skip_mask=step.skip_mask,
                 )
 
-    @contextlib.contextmanager
-    def _deferring(
-        self, step: Step, part: str, places: Sequence[Tensor] = (), fill: float = 0.0
-    ) -> Iterator[None]:
-        """Go on if the body fails on this rank alone; ``fill`` takes the places of its results.
+    def _batches(
+        self, step: Step, updates: Sequence[Update]
+    ) -> Iterator[tuple[GroupSettings, Sequence[Update], Sequence[Tensor]]]:
+        """Updates that are computed together: settings of their group, updates, weights to change.
 
-        The body must not communicate: a rank that skips a collective leaves the others waiting.
-        The exception is `_post`, whose `MatrixSums.finish` makes up for skipped ones.
+        The weights are float32 where there are master weights, and those are lent in parts: copies
+        of all would be a second model in memory.
         """
-        try:
-            yield
-        except Exception as error:
-            if isinstance(error, torch.AcceleratorError):
-                raise  # the device is lost: each later call would fail and be logged in turn
-            self.ballots.report_failure(f"step {step.orders.step}: {part}", error)
-            for place in places:
-                place.fill_(fill)
+        parts: dict[tuple[int, int], list[Update]] = defaultdict(list)
+        num_lent = 0
+        for update in updates:
+            param, _, change = update
+            part = 0
+            if ROUNDED_OFF in param.state:
+                num_lent += change.numel()
+                part = 1 + num_lent // GROUP_ELEMENTS
+            parts[param.group, part].append(update)
+        for (group, part), batch in parts.items():
+            views = [piece.view if piece else lambda local: local for _, piece, _ in batch]
+            pairs = list(zip(views, (param.index for param, _, _ in batch), strict=True))
+            weights = [view(step.weights[index]) for view, index in pairs]
+            if not part:
+                yield step.settings[group], batch, weights
+                continue
+            remainders = [view(step.states[index][ROUNDED_OFF]) for view, index in pairs]
+            with master_weights(weights, remainders) as masters:
+                yield step.settings[group], batch, masters
 
     # ---------------------------------------------------------------- plans and buffers
 
-    def _piece(self, step: Step, place: Place) -> Piece:
-        matrix, scale = self.parameters.matrices[place.matrix], self._scales[place.matrix]
-        local = step.params[matrix.param]
-        return Piece(matrix, place.region, scale, self.groups[local.param.group], local)
-
     def gather_sample(self, step: Step) -> Iterator[tuple[str, Tensor]]:
         """Gather the momentum to observe: name and whole matrix of each that this rank gets."""
-        # Their memory is new and used once: there is nothing to bring back or to free.
-        exchanges, self._sampled = self._sampled, []
-        for exchange in exchanges:
+        while step.sampled:
+            exchange = step.sampled.pop(0)
             self.sent_bytes += exchange.sent_bytes
             for bucket in exchange.buckets:
-                self._pack_momentum(step, bucket.outgoing)
+                targets = (bucket.outgoing, math.nan)
+                part = "reading momentum to observe"
+                self.guarded(step, part, self._read_momentum, bucket, instead=targets)
                 for _ in bucket.gather():
                     pass
                 for index, whole in zip(bucket.owned, bucket.wholes, strict=True):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+import logging
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -14,20 +16,22 @@ from amo_dist.distributed.ranks import (
     Membership,
     RankMismatchError,
     Ranks,
-    compare,
     fingerprint56,
     gather_json,
     members,
+    raise_if_unlike,
     this_rank,
 )
-from amo_dist.engine.parameters import Parameters
+from amo_dist.engine.parameters import Param, Parameters
 from amo_dist.schedule.types import MatrixInfo
+
+logger = logging.getLogger(__name__)
 
 # A parameter as ranks exchange it: its ranks, and the fields of its matrices.
 Listed: TypeAlias = tuple[Sequence[int], Sequence[Sequence[Any]]]
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False)
 class World:
     """The agreed structure.
 
@@ -39,6 +43,8 @@ class World:
         gradient_ranks: Ranks that must have a gradient alike, for each parameter of this process;
             this rank alone for one that others need not have.
         rank_sets: All sets of several such ranks in the world, sorted.
+        replica_ranks: Ranks that hold the same elements as this one, for each parameter.
+        replica_sets: All sets of several such ranks in the world, sorted.
         groups_by_ranks: Process group of each set of ranks that shares parameters with this one.
         shares_all: Whether every rank shares every parameter, as under DDP and FSDP; False on a
             single process.
@@ -50,11 +56,23 @@ class World:
     ranks: tuple[int, ...]
     gradient_ranks: tuple[Ranks, ...]
     rank_sets: tuple[Ranks, ...]
+    replica_ranks: tuple[Ranks, ...]
+    replica_sets: tuple[Ranks, ...]
     groups_by_ranks: Mapping[Ranks, dist.ProcessGroup | None]
     shares_all: bool
 
+    @functools.cached_property
+    def info_by_name(self) -> Mapping[str, MatrixInfo]:
+        """Every matrix of the world, by name."""
+        return {info.name: info for info in self.registry}
 
-def agree_on_world(
+    def log_once(self, level: int, text: str, *args: object) -> None:
+        """Log what all ranks have agreed on; one of them does, for all."""
+        if self.rank == self.ranks[0]:
+            logger.log(level, text, *args)
+
+
+def gather_world(
     parameters: Parameters,
     rates: Sequence[float],
     hyperparameters: Sequence[str],
@@ -90,9 +108,13 @@ def agree_on_world(
         "matrices": [(p.layout.ranks, own) for p, own in zip(params, matrices, strict=True)],
     }
     by_rank = gather_json(values, group)
-    compare("parameters", {rank: gathered["texts"] for rank, gathered in by_rank.items()})
+    raise_if_unlike("parameters", {rank: gathered["texts"] for rank, gathered in by_rank.items()})
     # Equal values are one object: a thousand ranks have few different ones.
     distinct = [*{id(gathered): gathered for gathered in by_rank.values()}.values()]
+    replica_ranks = [_ranks_with_same_elements(param) for param in params]
+    own_sets = sorted({ranks for ranks in replica_ranks if len(ranks) > 1})
+    # Apart from the texts above, which would differ by shard.
+    replica_sets = itertools.chain(*gather_json(own_sets, group).values())
     num_holders = {len(ranks) for gathered in distinct for ranks, _ in gathered["texts"]}
     return World(
         group=group,
@@ -101,6 +123,8 @@ def agree_on_world(
         ranks=members(group),
         gradient_ranks=tuple(gradient_ranks),
         rank_sets=tuple(sorted({tuple(r) for gathered in distinct for r in gathered["sets"]})),
+        replica_ranks=tuple(replica_ranks),
+        replica_sets=tuple(sorted(set(map(tuple, replica_sets)))),
         groups_by_ranks=membership.groups({tuple(sorted(ranks)) for ranks in lines}, group),
         shares_all=len(by_rank) > 1 and num_holders == {len(by_rank)},
     )
@@ -120,6 +144,15 @@ def _ranks_with_gradients(parameters: Parameters, index: int) -> Ranks:
         return param.layout.ranks
     holders = {tuple(sorted(m.regions_by_rank)) for m in own if rank in m.regions_by_rank}
     return holders.pop() if len(holders) == 1 else (rank,)
+
+
+def _ranks_with_same_elements(param: Param) -> Ranks:
+    """Ranks that hold the same elements of a parameter as this one; none if it holds none."""
+    intervals = param.layout.intervals_by_rank
+    own = intervals[this_rank()]
+    return (
+        tuple(sorted(rank for rank, held in intervals.items() if held == own)) if all(own) else ()
+    )
 
 
 def registry_of(by_rank: Iterable[Sequence[Listed]]) -> tuple[MatrixInfo, ...]:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from amo_dist.distributed.layout import Matrix
-from amo_dist.engine.hyperparameters import momentum_of
 from amo_dist.engine.parameters import Param, Piece
 from amo_dist.engine.rule import AllSum, UpdateRule
 from amo_dist.kernels.exact_sums import fraction_bits, norm_factor, sum_of_squares
@@ -81,7 +80,7 @@ class AdaMuonRule(FixedNormRule):
         self, results: Sequence[Tensor], pieces: Sequence[Piece], allsum: AllSum
     ) -> Sequence[Tensor]:
         """``O / (sqrt(V) + EPS)``, scaled to the Frobenius norm ``update_scale * sqrt(m n)``."""
-        updates, decays = [], [momentum_of(piece.group, self.config)[0] for piece in pieces]
+        updates, decays = [], [float(piece.group["momentum"]) for piece in pieces]
         for result, piece, decay in zip(results, pieces, decays, strict=True):
             wide = result.to(torch.float32)
             # Each operation is rounded by itself: a fused one may have other bits in another shard.

@@ -8,9 +8,10 @@ import dataclasses
 import hashlib
 import json
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,13 +26,15 @@ from amo_dist.distributed.ranks import (
     failure_text,
     replica_ranks,
 )
-from amo_dist.engine.hyperparameters import (
-    check_groups,
-    check_hyperparameters,
-    check_keys,
-    describe_group,
+from amo_dist.engine.ballot import Verdict
+from amo_dist.engine.hyperparameters import check_hyperparameters, check_keys, read_groups
+from amo_dist.engine.observe import (
+    GUARD_BOUND,
+    agreed_residual,
+    coefficient_table,
+    matrix_to_check,
+    observe,
 )
-from amo_dist.engine.observe import GUARD_BOUND, agreed_residual, matrix_to_check, observe
 from amo_dist.engine.parameters import (
     Parameters,
     check_swap,
@@ -39,8 +42,8 @@ from amo_dist.engine.parameters import (
     split_groups,
 )
 from amo_dist.engine.rule import UpdateRule
-from amo_dist.engine.step import Engine, Orders
-from amo_dist.engine.world import World, agree_on_world
+from amo_dist.engine.step import Engine, Orders, Step
+from amo_dist.engine.world import World, gather_world
 from amo_dist.operators.patterns import format_patterns
 from amo_dist.schedule.plan import Plan
 from amo_dist.schedule.source import Source, as_source
@@ -60,18 +63,8 @@ _DEFAULTS: Mapping[str, Any] = MappingProxyType(
 )
 
 
-class _Decision(NamedTuple):
-    """Schedules of a version of the source.
-
-    Attributes:
-        version: Version of the source; see `Source.version`.
-        schedules: Schedule of each matrix of this process.
-        digest: Digest of the settings, of the source's state and of the schedules of all matrices.
-    """
-
-    version: int
-    schedules: Sequence[Schedule]
-    digest: str
+# Optimizers that were made in this process over the same ranks and names.
+_num_made: Counter[object] = Counter()
 
 
 class Muon(torch.optim.Optimizer):
@@ -156,38 +149,54 @@ class Muon(torch.optim.Optimizer):
         defaults = {**_DEFAULTS, **self.rule_class.defaults, **own}
         defaults |= {name: value for name, value in arguments.items() if value is not None}
         check_hyperparameters(defaults)
-        defaults |= {"lr_multiplier": 1.0, "control": ""}
-        super().__init__(groups, defaults)
+        defaults |= {"momentum": config.momentum, "nesterov": config.nesterov}
+        check_keys(groups, self.rule_class.defaults)
+        super().__init__(groups, defaults | {"lr_multiplier": 1.0, "control": ""})
         # PyTorch's schedulers that cycle a momentum take `betas` where there are any: AdamW's, and
-        # not Muon's. Groups have `momentum` where they, or a scheduler, name it.
+        # not Muon's.
         del self.defaults["betas"]
         self._structure, self._allow_no_matrices = structure, allow_no_matrices
         self._process_group, self._dtypes = process_group, (config.ns_dtype, config.wire_dtype)
         self._assemble(ScheduleState(config, copy.copy(source)))
-        check_keys(self.param_groups, self.rule_class.defaults)
-        check_groups(self.param_groups, self._engine.rule.check)
+        self._count()
+        read_groups(self.param_groups, self._engine.rule.check, self.rule_class.defaults)
         if len(self._engine.membership.ranks) == 1:
             self._check_matrices(len(self._engine.parameters.matrices))
-        self._engine.make_state()
+        self._engine.make_state(self.state)
+
+    def _count(self) -> None:
+        """Number this optimizer among those that the process has made over the same ranks."""
+        ranks = self._engine.membership.ranks
+        _num_made[ranks] += 1
+        self._number = _num_made[ranks]
+
+    def _identity(self) -> str:
+        """Name of this optimizer, alike on all ranks, unless they step two of them in other orders.
+
+        Stages of a pipeline have parameters of their own, and leave them out.
+        """
+        params, text = (
+            self._engine.parameters.params,
+            f"{type(self).__name__} number {self._number}",
+        )
+        ranks = self._engine.membership.ranks
+        if any(tuple(sorted(param.layout.ranks)) != ranks for param in params):
+            return text
+        return f"{text} over {params[0].name} and {len(params) - 1} more parameters"
 
     def _assemble(self, state: ScheduleState, parameters: Parameters | None = None) -> None:
         """Make the engine, which goes on from a state of schedules."""
         parameters = parameters or lay_out(self.param_groups, self._structure)
         config = state.config.on_device(parameters.matrix_device.type)
         self.defaults |= {"momentum": config.momentum, "nesterov": config.nesterov}
-        self._engine = Engine(
-            parameters,
-            self.param_groups,
-            self.state,
-            self.rule_class(config),
-            config,
-            self._process_group,
-        )
-        state = dataclasses.replace(state, config=config)
-        self._schedule_state = state
-        # State before the last step, which counts as not taken if its verdict is an error.
-        self._state_before = state
-        self._decision: _Decision | None = None
+        rule, group = self.rule_class(config), self._process_group
+        self._engine = Engine(parameters, self.param_groups, rule, config, group)
+        self._schedule_state = dataclasses.replace(state, config=config)
+        # Verdict on the last step, and the state from which to go on if it changed nothing.
+        self._verdict: Verdict | None = None
+        self._state_if_undone = self._schedule_state
+        # Version of the source; schedule of each matrix and digest of everything, as it decided.
+        self._decision: tuple[int, Sequence[Schedule], str] | None = None
         self._residual = self._observe_seconds = 0.0
 
     # ---------------------------------------------------------------- one step
@@ -232,96 +241,100 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._step()
+        # The caller's autocast would compute products in another dtype than `ns_dtype`.
+        with torch.autocast(self._engine.device.type, enabled=False):
+            self._step()
         return loss
 
     @disable_dynamo
     @torch.inference_mode(False)  # buffers outlive the caller's mode
     @torch.no_grad()
     def _step(self) -> None:
-        fault: Exception | None = None
+        if not self._engine.is_connected:
+            self._connect()
+        self._settle()
+        engine, state = self._engine, self._schedule_state
+        number = state.steps_taken + 1
         try:
             self._adopt_swapped_parameters()
-            self._engine.parameters.check(self.state)
-            check_groups(self.param_groups, self._engine.rule.check)
+            step = engine.prepare(self._orders(number), self.param_groups, self.state)
         except Exception as error:
-            fault = error
-        engine = self._engine
-        if not engine.is_connected:
-            self._connect(fault)
-        self._settle_last_step()
-        # Set now: if this step raises after its ballot, settling it takes the state back to here.
-        self._state_before = self._schedule_state
-        orders = self._orders()
-        verdict = engine.agree(orders, fault)
+            step = engine.give_up(number, error)
+        self._state_if_undone = state
+        verdict = self._verdict = engine.vote(step)
         if verdict.is_before_first_gradient:
             return
-        done = None
-        if verdict.reason:
-            self._count_skipped(orders.step, verdict.reason)
-        else:
-            done = engine.run(orders, verdict)
-        self._schedule_state = dataclasses.replace(self._schedule_state, steps_taken=orders.step)
-        with torch.profiler.record_function("amo::observe"):
-            if orders.sample:
-                self._record(orders.step, observe(engine, done) if done else {})
-                self._observe_seconds = done.observe_seconds if done else 0.0
-            if orders.checked is not None:
-                self._check_residual(orders, agreed_residual(engine, done) if done else 0.0)
+        if not verdict.is_skipped:
+            engine.run(step, verdict)
+        skipped = state.steps_skipped + verdict.is_skipped
+        state = dataclasses.replace(state, steps_taken=number, steps_skipped=skipped)
+        self._schedule_state = state
+        if step.orders is not None:
+            with torch.profiler.record_function("amo::observe"):
+                self._measure(step, step.orders, verdict.is_skipped)
 
-    def _settle_last_step(self) -> None:
-        """Read the verdict of the last step, if nobody has read it.
+    def _settle(self) -> None:
+        """Read the verdict on the last step, if nobody has read it.
 
         Raises:
-            As `Ballots.read_verdict`, for that step, which then counts as not taken.
+            As `Ballots.vote`, for that step, which then counts as not taken.
         """
-        if not self._engine.is_connected:
+        if self._verdict is None or self._verdict.is_known:
             return
         try:
-            reason = self._engine.ballots.read_verdict()
+            self._verdict.settle()
         except Exception:
-            self._schedule_state = self._state_before
+            self._schedule_state = self._state_if_undone
             raise
-        if reason:
-            self._count_skipped(self.num_steps_taken, reason)
-
-    def _count_skipped(self, step: int, reason: str) -> None:
         state = self._schedule_state
-        self._schedule_state = dataclasses.replace(state, steps_skipped=state.steps_skipped + 1)
-        logger.warning("step %d skipped: %s", step, reason)
+        skipped = state.steps_skipped + self._verdict.is_skipped
+        self._schedule_state = dataclasses.replace(state, steps_skipped=skipped)
 
-    def _orders(self) -> Orders:
+    def _orders(self, number: int) -> Orders:
         """The orders of the coming step."""
-        state, registry = self._schedule_state, self._engine.world.registry
-        source, step, every = state.source, state.steps_taken + 1, state.config.ns_guard_every
-        decision, sample = self._decide(step), source.sample(step)
-        # Balanced owners change once, at the lock, as new ones make all ranks wait.
-        is_balanced = state.config.ownership == "balanced"
+        source, config = self._schedule_state.source, self._schedule_state.config
+        schedules, digest = self._decide(number)
+        sample = source.sample(number)
+        # Weighted owners change once, at the lock, as new ones make all ranks wait.
+        is_weighted = config.ownership == "balanced"
+        is_locked = is_weighted and source.phase(number) == "locked"
+        every = config.ns_guard_every
         return Orders(
-            step=step,
-            schedules=decision.schedules,
-            digest=decision.digest,
-            balances_locked_work=is_balanced and source.phase(step) == "locked",
+            step=number,
+            schedules=schedules,
+            digest=digest,
+            owners="locked" if is_locked else "first",
             sample=sample,
-            candidates=source.candidates() if sample else (),
-            checked=matrix_to_check(registry, step, every) if every else None,
+            candidates=coefficient_table(source.candidates()) if sample else None,
+            checked=matrix_to_check(self._engine.world.registry, number, every) if every else None,
         )
 
-    def _decide(self, step: int) -> _Decision:
-        """The schedules of a step, which are made anew where the version of the source changes."""
+    def _decide(self, number: int) -> tuple[Sequence[Schedule], str]:
+        """Schedule of each matrix of this process, and a digest of all that ranks must share.
+
+        They are made anew where the version of the source changes.
+        """
         source = self._schedule_state.source
-        version = source.version(step)
-        if self._decision is not None and self._decision.version == version:
-            return self._decision
-        by_key = source.schedules(step)
-        infos = {info.name: info for info in self._engine.world.registry}
-        matrices = self._engine.parameters.matrices
-        schedules = [by_key[source.key(infos[matrix.name])] for matrix in matrices]
-        digests = {key: schedule.digest() for key, schedule in by_key.items()}
-        values = {"config": self.config.to_dict(), "schedules": digests, "source": source.state()}
-        digest = hashlib.sha256(controls.to_text(values).encode()).hexdigest()
-        self._decision = _Decision(version, schedules, digest)
-        return self._decision
+        version = source.version(number)
+        if self._decision is None or self._decision[0] != version:
+            by_key, info_by_name = source.schedules(number), self._engine.world.info_by_name
+            names = [matrix.name for matrix in self._engine.parameters.matrices]
+            schedules = [by_key[source.key(info_by_name[name])] for name in names]
+            digests = {key: schedule.digest() for key, schedule in by_key.items()}
+            config = self.config.to_dict()
+            values = {"config": config, "schedules": digests, "source": source.state()}
+            digest = hashlib.sha256(controls.to_text(values).encode()).hexdigest()
+            self._decision = version, schedules, digest
+        return self._decision[1:]
+
+    def _measure(self, step: Step, orders: Orders, is_skipped: bool) -> None:
+        """Observe and measure what the orders ask for, after the update; a collective."""
+        engine = self._engine
+        if orders.sample:
+            self._record(orders.step, {} if is_skipped else observe(engine, step))
+            self._observe_seconds = step.observe_seconds
+        if orders.checked is not None:
+            self._check_residual(orders, 0.0 if is_skipped else agreed_residual(engine, step))
 
     def _record(self, step: int, observed: Mapping[str, Measurement]) -> None:
         """Hand an observation to the source, which plans at the last one; each rank by itself."""
@@ -333,12 +346,11 @@ class Muon(torch.optim.Optimizer):
             self._engine.ballots.report_failure(f"step {step}: recording an observation", error)
             return
         self._schedule_state = dataclasses.replace(state, source=source)
-        if world.rank != world.ranks[0]:
-            return
         if self.plan is not None:  # under a plan nothing is recorded: it was made just now
-            logger.info("the plan, beside the uniform schedule:\n%s", self.plan)
+            plan = str(self.plan)
+            world.log_once(logging.INFO, "the plan, beside the uniform schedule:\n%s", plan)
         for line in remarks:
-            logger.warning("%s", line)
+            world.log_once(logging.WARNING, "%s", line)
 
     def _check_residual(self, orders: Orders, residual: float) -> None:
         """Warn of a residual above the bound."""
@@ -347,36 +359,42 @@ class Muon(torch.optim.Optimizer):
             return
         info = next(matrix for matrix in self._engine.world.registry if matrix.name == name)
         schedule = self.source.schedules(step)[self.source.key(info)]
-        logger.warning(
+        self._engine.world.log_once(
+            logging.WARNING,
             "step %d: %s, of type %s, is left with a Newton-Schulz residual of %.4g, above %g, "
             "by %d steps: %s",
             *(step, name, info.operator_type, residual, GUARD_BOUND, schedule.num_steps, schedule),
         )
 
-    def _connect(self, fault: Exception | None) -> None:
-        """Agree with all ranks on the structure; once, at the first step."""
-        engine, membership = self._engine, self._engine.membership
-        if fault is not None:
-            self._agree_on_outcome("the first step", fault)
-            raise fault
-        values = {
-            **self.config.to_dict(),
-            "optimizer": type(self).__name__,
-            "source": self.source.name,
-        }
-        lines = [f"{key} = {json.dumps(value)}" for key, value in sorted(values.items())]
-        world_group, own_keys = membership.join(engine.device), self.rule_class.defaults
-        check_alike("configuration", "\n".join(lines), world_group)
-        hyperparameters = [describe_group(group, own_keys) for group in self.param_groups]
-        params = engine.parameters.params
-        multipliers = [float(self.param_groups[p.group]["lr_multiplier"]) for p in params]
-        pairs = zip(engine.parameters.matrices, engine.update_scales, strict=True)
-        rates = [multipliers[matrix.param] * scale for matrix, scale in pairs]
-        world = agree_on_world(engine.parameters, rates, hyperparameters, membership, world_group)
+    def _connect(self) -> None:
+        """Agree with all ranks on the structure; once, at the first step.
+
+        Raises:
+            ValueError: On every rank, for a mistake on one.
+            RankMismatchError: On every rank; names the field that differs.
+        """
+        with self.raise_on_all_ranks("the first step"):
+            self._adopt_swapped_parameters()
+            engine, rule = self._engine, self._engine.rule
+            engine.parameters.tensors(self.state)
+            settings = read_groups(self.param_groups, rule.check, rule.defaults)
+            params = engine.parameters.params
+            multipliers = [float(self.param_groups[p.group]["lr_multiplier"]) for p in params]
+            pairs = zip(engine.parameters.matrices, engine.update_scales, strict=True)
+            rates = [multipliers[matrix.param] * scale for matrix, scale in pairs]
+            values = {**self.config.to_dict(), "source": self.source.name}
+            values["optimizer"] = f"{type(self).__name__} number {self._number}"
+        self._compare_text(
+            "\n".join(f"{key} = {json.dumps(values[key])}" for key in sorted(values))
+        )
+        group = engine.membership.world_group(engine.device)
+        texts = [own.text for own in settings]
+        world = gather_world(engine.parameters, rates, texts, engine.membership, group)
         self._check_matrices(len(world.registry))
         is_plain = all(len(param.layout.ranks) == 1 for param in params)
         if self._process_group is None and len(world.ranks) > 1 and is_plain:
-            logger.warning(
+            world.log_once(
+                logging.WARNING,
                 "the parameters are plain tensors, and %d ranks run: each of them orthogonalizes "
                 "every matrix. Where they are replicas, as under DDP, write process_group="
                 "dist.group.WORLD in %s(...), and each matrix is orthogonalized once",
@@ -388,7 +406,7 @@ class Muon(torch.optim.Optimizer):
             source.bind(world.registry)
         self._schedule_state = dataclasses.replace(state, source=source)
         # Only now: after an error above all of it is done again.
-        engine.connect(world)
+        engine.connect(world, self._identity())
 
     def _adopt_swapped_parameters(self) -> None:
         """Take the parameters that a trainer has put into the groups, before the first step.
@@ -400,16 +418,15 @@ class Muon(torch.optim.Optimizer):
             ValueError: They have other shapes, or come too late; or a parameter was cast or moved.
         """
         engine, before = self._engine, self._engine.parameters
-        is_same = engine.groups is self.param_groups and engine.state is self.state
-        if is_same and before.are_in(self.param_groups):
+        if before.are_in(self.param_groups):
             return
         check_swap(before, self.param_groups)
         if self.num_steps_taken or engine.is_connected or _holds_values(self.state):
             tensors = [tensor for group in self.param_groups for tensor in group["params"]]
             pairs = zip(before.params, tensors, strict=True)
             names = [param.name for param, tensor in pairs if param.tensor is not tensor]
-            other = "another tensor in param_groups, or another param_groups or state, after the "
-            other += "first step or after a state was loaded"
+            other = "another tensor in param_groups after the first step, or after a state was "
+            other += "loaded"
             expected = "the same: swap parameters (as fully_shard and trainers do) first, then load"
             require(False, [*names, before.params[0].name][0], other, expected)
         self.state.clear()
@@ -418,7 +435,7 @@ class Muon(torch.optim.Optimizer):
         ns_dtype, wire_dtype = self._dtypes
         config = dataclasses.replace(state.config, ns_dtype=ns_dtype, wire_dtype=wire_dtype)
         self._assemble(dataclasses.replace(state, config=config))
-        self._engine.make_state()
+        self._engine.make_state(self.state)
 
     def _check_matrices(self, num_matrices: int) -> None:
         """Refuse to train by AdamW alone unless the user allows it."""
@@ -454,19 +471,19 @@ class Muon(torch.optim.Optimizer):
         try:
             yield
         except Exception as error:
-            self._agree_on_outcome(activity, error)
+            self._compare_text(failure_text(activity, error))
             raise
-        self._agree_on_outcome(activity, None)
+        self._compare_text(activity)
 
-    def _agree_on_outcome(self, activity: str, failure: Exception | None) -> None:
+    def _compare_text(self, text: str) -> None:
+        """Raise on every rank where texts differ, or one is a `failure_text`; a collective."""
         engine = self._engine
         if len(engine.membership.ranks) == 1:
             return
-        text = activity if failure is None else failure_text(activity, failure)
         if engine.is_connected:
             engine.ballots.vote_on_text(text)
         else:  # the first step of another rank begins with this collective, too
-            check_alike("configuration", text, engine.membership.join(engine.device))
+            check_alike("the first step", text, engine.membership.world_group(engine.device))
 
     def check_last_update(self) -> None:
         """Raise now what the next step would raise of the last one; a collective over the world.
@@ -478,7 +495,7 @@ class Muon(torch.optim.Optimizer):
             NonFiniteUpdateError: On every rank, where the last update of a matrix was left out.
             RuntimeError: On every rank, where the last step has failed on one.
         """
-        self._settle_last_step()
+        self._settle()
         if self._engine.is_connected:
             self._engine.ballots.vote_on_text("the last update", with_updates=True)
 
@@ -565,10 +582,12 @@ class Muon(torch.optim.Optimizer):
 
     def _state_to_save(self) -> ScheduleState:
         """The state of schedules for a checkpoint, or for a copy."""
-        engine, state = self._engine, self._schedule_state
-        outcome = engine.ballots.last_outcome() if engine.is_connected else "taken"
+        state, outcome = self._schedule_state, "taken"
+        if self._verdict is not None:
+            self._engine.ballots.log_updates()
+            outcome = self._verdict.outcome()
         if outcome == "undone":
-            return self._state_before
+            return self._state_if_undone
         skipped = state.steps_skipped + (outcome == "skipped")
         return dataclasses.replace(state, steps_skipped=skipped)
 
@@ -594,7 +613,7 @@ class Muon(torch.optim.Optimizer):
         world = self.world
         self._assemble(state, self._engine.parameters)
         if world is not None:
-            self._engine.connect(world)
+            self._engine.connect(world, self._identity())
 
     def state_dict(self) -> dict[str, Any]:
         """The state, as for any PyTorch optimizer; ``control`` of groups is `control_state_dict`.
@@ -626,11 +645,18 @@ class Muon(torch.optim.Optimizer):
             loaded = load.read(self, self.params_by_name, self._structure.names, state_dict)
             schedule_state = self._restored(loaded.control)
             # Last: state of another optimizer has been named by then.
-            pairs = zip(self.param_groups, loaded.groups, strict=True)
+            kept, pairs = (
+                loaded.control["config"],
+                zip(self.param_groups, loaded.groups, strict=True),
+            )
             groups = [{**own, **saved} for own, saved in pairs]
-            check_groups(groups, self._engine.rule.check)
+            for group, saved in zip(groups, loaded.groups, strict=True):
+                for key in ("momentum", "nesterov"):  # those of the settings, unless it was moved
+                    if key not in saved or saved[key] == kept[key]:
+                        group[key] = getattr(schedule_state.config, key)
+            read_groups(groups, self._engine.rule.check, self.rule_class.defaults)
         self._go_on_from(schedule_state)
-        loaded.fill(self)
+        dataclasses.replace(loaded, groups=groups).fill(self)
 
     # ---------------------------------------------------------------- as PyTorch's optimizers
 
@@ -653,16 +679,21 @@ class Muon(torch.optim.Optimizer):
             "_structure": self._structure,
             "_dtypes": self._dtypes,
             "_allow_no_matrices": self._allow_no_matrices,
+            "_process_group": group,
+            "control": self._state_to_save(),
+            "forms": [param.state for param in self._engine.parameters.params],
         }
-        kept |= {"_process_group": group, "control": self._state_to_save()}
         return {**super().__getstate__(), **kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Build a copy, which agrees with all ranks at its first step, as a new optimizer does."""
-        kept = {key: value for key, value in state.items() if key != "control"}
+        kept = {key: value for key, value in state.items() if key not in ("control", "forms")}
         group = state["_process_group"].group
         super().__setstate__({**kept, "_process_group": group})
         self._assemble(state["control"])
+        self._count()
+        for param, form in zip(self._engine.parameters.params, state["forms"], strict=True):
+            param.state = form
 
     def __repr__(self) -> str:
         """The text of any PyTorch optimizer, without the key of groups that only files fill."""

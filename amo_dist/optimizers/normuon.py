@@ -111,9 +111,10 @@ def _share(squares: Tensor, piece: Piece) -> Tensor | None:
 
 
 def _has_whole_neurons(matrix: Matrix) -> bool:
-    """Whether every rank that holds part of a neuron of the matrix holds all of it."""
+    """Whether every rank with the moment of a neuron of the matrix holds all of the neuron."""
     whole = (0, matrix.shape[1 - matrix.dim])
-    regions = (region for held in matrix.regions_by_rank.values() for region in held)
+    held = [*matrix.regions_by_rank.values(), *matrix.empty_by_rank.values()]
+    regions = (region for own in held for region in own)
     return all(region.target[1 - matrix.dim] == whole for region in regions)
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from amo_dist.distributed.ranks import this_rank
-from amo_dist.engine.hyperparameters import momentum_of
+from amo_dist.engine.hyperparameters import read_groups
 from amo_dist.kernels.newton_schulz import orthogonalize
 from amo_dist.kernels.spectrum import ns_residual
 from benchmarks.amo_paper.catalog import GEOMETRY_FILE
@@ -125,7 +125,8 @@ def _momentum(optimizer: Any, name: str) -> Tensor:
     param = optimizer.params_by_name[name]
     buffer = optimizer.state[param]["momentum_buffer"]
     (group,) = [g for g in optimizer.param_groups if any(p is param for p in g["params"])]
-    _, coefficient = momentum_of(group, optimizer.config)
+    (settings,) = read_groups([group], lambda _: None)
+    coefficient = settings.lookahead
     matrix = buffer
     if coefficient is not None:
         matrix = param.grad.to(buffer.dtype) + coefficient * buffer

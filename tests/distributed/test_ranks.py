@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from amo_dist.distributed.ranks import (
     check_alike,
-    compare,
     failure_text,
     gather_json,
     max_over,
+    raise_if_unlike,
 )
 from tests.distributed.harness import Ranks
 
@@ -57,8 +57,8 @@ def differing_texts(rank: int, world_size: int) -> list[str]:
     failure = failure_text("loading", KeyError("step")) if rank == 3 else text
     return [
         raised(lambda: check_alike("things", text, group)),
-        raised(lambda: compare("plans", gather_json([(pair, text)], group))),
-        raised(lambda: compare("plans", gather_json([(pair, str(pair))], group))),
+        raised(lambda: raise_if_unlike("plans", gather_json([(pair, text)], group))),
+        raised(lambda: raise_if_unlike("plans", gather_json([(pair, str(pair))], group))),
         raised(lambda: check_alike("things", failure, group)),
     ]
 

@@ -49,13 +49,26 @@ def test_a_transposed_weight_gets_its_update_as_it_lies() -> None:
     assert runs.equal(runs.train(model, optimizer, 4, 5), runs.train(twin, other, 4, 5))
 
 
+F32 = "torch.float32"
+
+
 @pytest.mark.parametrize(
     ("name", "key", "change", "message"),
     [
         (WQ, "", Tensor.double, "found torch.float64 on cpu, expected torch.float32 on cpu"),
         (W1, "", lambda x: x[:-1], r"found shape \(12, 8\), expected \(13, 8\)"),
-        (WQ, "momentum_buffer", lambda x: x.to("meta"), r"found \(12, 8\) on meta, expected"),
-        (NORM, "exp_avg", lambda x: x[:-1], r"found \(7,\) on cpu, expected \(8,\)"),
+        (
+            WQ,
+            "momentum_buffer",
+            lambda x: x.to("meta"),
+            r"found torch.float32 \(12, 8\) on meta, expected",
+        ),
+        (
+            NORM,
+            "exp_avg",
+            lambda x: x[:-1],
+            r"found torch.float32 \(7,\) on cpu, expected torch.float32 \(8,\)",
+        ),
     ],
 )
 def test_only_a_step_asks_where_they_lie(

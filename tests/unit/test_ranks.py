@@ -8,7 +8,12 @@ import pytest
 import torch
 
 from amo_dist.distributed import ranks
-from amo_dist.distributed.ranks import RankMismatchError, check_alike, compare, control_device
+from amo_dist.distributed.ranks import (
+    RankMismatchError,
+    check_alike,
+    control_device,
+    raise_if_unlike,
+)
 from amo_dist.engine import world
 
 ALL, PAIR = (0, 1, 2), (3, 1, 2)
@@ -43,7 +48,7 @@ def test_control_tensors_lie_on_the_device_of_the_parameters(
 def test_lines_that_differ_are_named(texts: tuple[dict[Any, str], ...], expected: str) -> None:
     pairs = {rank: list(own.items()) for rank, own in enumerate(texts)}
     with pytest.raises(RankMismatchError, match=rf"^things: rank\(s\) {expected}"):
-        compare("things", pairs)
+        raise_if_unlike("things", pairs)
 
 
 def test_a_pickle_finds_the_group_of_its_ranks_or_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +64,7 @@ def test_a_pickle_finds_the_group_of_its_ranks_or_says_so(monkeypatch: pytest.Mo
 
 
 def test_ranks_that_share_nothing_may_differ() -> None:
-    compare("things", {0: [((0,), "a")], 1: [((1,), "b")]})
+    raise_if_unlike("things", {0: [((0,), "a")], 1: [((1,), "b")]})
     check_alike("things", "a", None)
 
 
