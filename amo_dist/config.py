@@ -155,7 +155,7 @@ class MuonConfig:
     bfloat16_params: str = "nearest"
     wire_dtype: str | None = None
     ownership: str = "round_robin"
-    bucket_bytes: int = 24 * 2**20
+    bucket_bytes: int = 128 * 2**20
     ns_kernels: str = "auto"
     nonfinite: str = "error"
     ns_guard_every: int = 100

@@ -66,10 +66,15 @@ def ours(module: nn.Module) -> Callable[[], None]:
     def step() -> None:
         with contextlib.ExitStack() as stack:
             for module in (elementwise, newton_schulz, engine):
-                stack.enter_context(mock.patch.object(module, "on_cpu", lambda _: False))
+                stack.enter_context(mock.patch.object(module, "on_cpu", never))
             optimizer.step()
 
     return step
+
+
+def never(tensor: torch.Tensor) -> bool:
+    """`on_cpu` for tensors that stand for those of a device."""
+    return False
 
 
 def dion(module: nn.Module, mesh: DeviceMesh) -> Callable[[], None]:

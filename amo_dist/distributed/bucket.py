@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -54,10 +54,10 @@ class Bucket:
         owned: Indices of the matrices that this rank owns.
         wholes: The owned matrices, ``(m, n)``. Buckets share this memory: the matrices of one are
             there from the end of its gather to the start of its scatter.
-        sent: Regions whose momentum this rank sends to owners, itself among them.
-        outgoing: View ``(m, n)`` of the memory for each region of ``sent``.
-        received: Regions whose results owners send to this rank.
-        incoming: View ``(m, n)`` of the memory for each region of ``received``.
+        sent: Pieces whose momentum this rank sends to owners, itself among them.
+        outgoing: View ``(m, n)`` of the memory for each piece of ``sent``.
+        received: Pieces whose results owners send to this rank.
+        incoming: View ``(m, n)`` of the memory for each piece of ``received``.
         moves: Whether anything travels.
     """
 
@@ -65,6 +65,7 @@ class Bucket:
         self,
         plan: BucketPlan,
         matrices: Sequence[Matrix],
+        pieces: Mapping[Held, Any],
         memory: Tensor,
         sides: Sequence[_Packed],
         group: dist.ProcessGroup | None,
@@ -74,7 +75,10 @@ class Bucket:
         spaces = list(map(_space, shapes))
         parts = zip(memory[: sum(spaces)].split(spaces), shapes, strict=True)
         self.wholes = [part[: math.prod(shape)].view(shape) for part, shape in parts]
-        self.sent, self.received = list(_flat(plan.to_owners)), list(_flat(plan.from_owners))
+        self.sent, self.received = (
+            [pieces[held] for held in _flat(by_peer)]
+            for by_peer in (plan.to_owners, plan.from_owners)
+        )
         whole_by_matrix = dict(zip(plan.owned, self.wholes, strict=True))
 
         def in_wholes(regions: Iterable[Held]) -> list[Tensor]:
@@ -88,7 +92,8 @@ class Bucket:
             self._departures = in_wholes(_flat(plan.to_holders))
             self.outgoing, self.incoming = self._to_owners.parts, self._from_owners.parts
         else:
-            self.outgoing, self.incoming = in_wholes(self.sent), in_wholes(self.received)
+            self.outgoing = in_wholes(_flat(plan.to_owners))
+            self.incoming = in_wholes(_flat(plan.from_owners))
 
     def gather(self) -> Iterator[None]:
         """Send the momentum in ``outgoing`` into the ``wholes`` of owners; pauses on its way."""
@@ -134,6 +139,7 @@ class Exchange:
     Args:
         plan: Plan of this rank; it fixes the order of collectives, the same on all peers.
         matrices: Matrices, which the plan indexes.
+        pieces: The caller's name for each region of this rank.
         group: Process group of the plan's peers; None on a single rank.
         device: Device of the memory.
         dtype: Dtype in which matrices travel.
@@ -147,6 +153,7 @@ class Exchange:
         self,
         plan: ExchangePlan,
         matrices: Sequence[Matrix],
+        pieces: Mapping[Held, Any],
         *,
         group: dist.ProcessGroup | None,
         device: torch.device,
@@ -158,9 +165,11 @@ class Exchange:
         wholes = self._empty(size, dtype)
         fields = ("to_owners", "from_holders", "to_holders", "from_owners")
         sides = [self._pack([getattr(p, field) for p in plan.buckets], dtype) for field in fields]
-        self.buckets = [Bucket(p, matrices, wholes, (), None) for p in plan.local]
+        self.buckets = [Bucket(p, matrices, pieces, wholes, (), None) for p in plan.local]
         sides_by_bucket = zip(plan.buckets, *sides, strict=True)
-        self.buckets += [Bucket(p, matrices, wholes, own, group) for p, *own in sides_by_bucket]
+        self.buckets += [
+            Bucket(p, matrices, pieces, wholes, own, group) for p, *own in sides_by_bucket
+        ]
         self.sent_bytes = plan.num_sent * dtype.itemsize
 
     def restore(self) -> None:

@@ -36,6 +36,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
 from amo_dist.compat import local_of, placements_of
@@ -526,9 +527,12 @@ class Ballots:
         misplaced = list[int]()
         for index, param in enumerate(self._params):
             tensor, grad = param.tensor, param.tensor.grad
-            if grad is not None and grad.is_sparse:
+            if grad is None:
+                grads.append(None)
+                continue
+            if grad.layout is not torch.strided:
                 raise ValueError(f"{param.name}: found a sparse gradient, expected a dense one")
-            if grad is not None and isinstance(tensor, DTensor):
+            if isinstance(tensor, DTensor):
                 if not isinstance(grad, DTensor):
                     raise ValueError(f"{param.name}: found a plain gradient, expected a DTensor")
                 if placements_of(grad) != placements_of(tensor):
@@ -537,9 +541,10 @@ class Ballots:
                     own, expected = f"a gradient on {placements_of(grad)}", tensor.placements
                     remedy = "ranks without a gradient of their experts cannot help to move it"
                     require(can_move, param.name, own, f"{expected}: {remedy}")
-                local: Tensor = local_of(grad)
-                grad = local.wait() if hasattr(local, "wait") else local
-            if grad is not None and param.is_convolution:
+                grad = local_of(grad)
+                if isinstance(grad, AsyncCollectiveTensor):
+                    grad = grad.wait()
+            if param.is_convolution:
                 grad = grad.contiguous().flatten(1)
             grads.append(grad)
         return Gradients(grads, misplaced)
@@ -552,7 +557,7 @@ def largest_gradient(param: Param) -> float:
     """
     if param.views:
         return LARGEST_GRADIENT
-    return math.sqrt(torch.finfo(param.dtype).max) / 2
+    return math.sqrt(torch.finfo(param.tensor.dtype).max) / 2
 
 
 # ---------------------------------------------------------------- host and device

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,6 +26,10 @@ from amo_dist.distributed.layout import (
 from amo_dist.distributed.ranks import this_rank
 from amo_dist.engine.hyperparameters import learning_rate
 from amo_dist.operators.views import MatrixView
+
+# Shape, dtype and device of a tensor.
+Form: TypeAlias = tuple[torch.Size, torch.dtype, torch.device]
+form_of = operator.attrgetter("shape", "dtype", "device")
 
 ALGORITHMS = ("muon", "adamw")
 # Name of the momentum in the state of a parameter with matrices.
@@ -58,8 +63,8 @@ class Param:
         layout: Ranks that hold its elements.
         index: Position among all parameters of this process.
         is_convolution: Whether its three to five dims are one matrix.
-        dtype: Dtype of the tensor at construction.
-        state: Shape on this rank and dtype of each tensor of its state, by name. A wrapper may keep
+        form: Shape, dtype and device of the tensor at construction.
+        state: Form of this rank's part of each tensor of its state, by name. A wrapper may keep
             other entries beside them.
     """
 
@@ -70,11 +75,11 @@ class Param:
     layout: TensorLayout
     index: int
     is_convolution: bool = dataclasses.field(init=False)
-    dtype: torch.dtype = dataclasses.field(init=False)
-    state: dict[str, tuple[torch.Size, torch.dtype]] = dataclasses.field(default_factory=dict)
+    form: Form = dataclasses.field(init=False)
+    state: dict[str, Form] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.dtype = self.tensor.dtype
+        self.form = form_of(self.tensor)
         self.is_convolution = self.tensor.dim() > 2 and any(v.boxes is None for v in self.views)
 
 
@@ -179,41 +184,57 @@ class Parameters:
             ValueError: A parameter was cast, moved or reshaped in place, or a tensor of its state
                 is gone, lies elsewhere or has another form; names it, found and expected.
         """
-        weights, states, device = list[Tensor](), list[dict[str, Tensor]](), self.device
+        whole = [param.tensor for param in self.params]
+        weights, states = list(map(local_tensor, whole)), list[dict[str, Tensor]]()
+        try:
+            for param in self.params:
+                own = state[param.tensor]
+                states.append({name: local_tensor(own[name]) for name in param.state})
+            # Lists of all are compared at once: this runs in every step, for hundreds of tensors.
+            own_forms = [form_of(x) for own in states for x in own.values()]
+        except (KeyError, AttributeError):  # of state that is gone, or no tensor
+            self._refuse(state)
+        forms = [form for param in self.params for form in param.state.values()]
+        if own_forms != forms or [*map(form_of, whole)] != [param.form for param in self.params]:
+            self._refuse(state)
         for param in self.params:
-            tensor, own, local = param.tensor, state.get(param.tensor, {}), dict[str, Tensor]()
-            if tensor.dtype is not param.dtype or tensor.device != device:
-                remedy = "cast or move the model before the optimizer is built, or back again"
-                expected = f"{param.dtype} on {device}, as at construction: {remedy}"
-                require(False, param.name, f"{tensor.dtype} on {tensor.device}", expected)
-            if tensor.shape != param.layout.shape:
-                shape = tuple(tensor.shape)
-                require(False, param.name, f"shape {shape}", f"{param.layout.shape}, as before")
-            weight = local_tensor(tensor)
-            for name, (size, dtype) in param.state.items():
-                value = own.get(name)
-                if isinstance(value, Tensor):
-                    local[name] = value = local_tensor(value)
-                    if value.shape == size and value.dtype is dtype and value.device == device:
-                        continue
-                    kind = f"{value.dtype} {tuple(value.shape)} on {value.device}"
-                else:
-                    kind = "none" if value is None else type(value).__name__
-                expected = f"{dtype} {tuple(size)} on {device}, as at construction, on this rank"
-                require(False, f"state of {param.name}.{name}", kind, expected)
             if param.is_convolution:
-                check_memory_order(param.name, [weight, *local.values()])
-                weight = flattened(weight)
-                local = {name: flattened(value) for name, value in local.items()}
-            weights.append(weight)
-            states.append(local)
+                index, own = param.index, states[param.index]
+                check_memory_order(param.name, [weights[index], *own.values()])
+                weights[index] = flattened(weights[index])
+                states[index] = {name: flattened(value) for name, value in own.items()}
         return weights, states
+
+    def _refuse(self, state: Mapping[Tensor, Mapping[str, Tensor]]) -> NoReturn:
+        """Raise for the first tensor that has another form than at construction."""
+        remedy = "cast or move the model before the optimizer is built, or back again"
+        for param in self.params:
+            own = state.get(param.tensor, {})
+            rows: list[tuple[str, object, Form, str]] = [
+                (param.name, param.tensor, param.form, f": {remedy}"),
+                *(
+                    (f"state of {param.name}.{name}", own.get(name), form, ", on this rank")
+                    for name, form in param.state.items()
+                ),
+            ]
+            for place, value, form, hint in rows:
+                kind, is_same = "none" if value is None else type(value).__name__, False
+                if isinstance(value, Tensor):
+                    own_form = form_of(value if value is param.tensor else local_tensor(value))
+                    kind, is_same = _describe(own_form), own_form == form
+                require(is_same, place, kind, f"{_describe(form)}, as at construction{hint}")
+        raise AssertionError
 
     def note_state(self, state: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
         """Take the form of all state as the one that every step expects."""
         for param in self.params:
-            own = {name: local_tensor(value) for name, value in state[param.tensor].items()}
-            param.state = {name: (value.shape, value.dtype) for name, value in own.items()}
+            own = state[param.tensor].items()
+            param.state = {name: form_of(local_tensor(value)) for name, value in own}
+
+
+def _describe(form: Form) -> str:
+    shape, dtype, device = form
+    return f"{dtype} {tuple(shape)} on {device}"
 
 
 def check_memory_order(name: str, tensors: Sequence[Tensor]) -> None:
@@ -238,7 +259,7 @@ def check_float16(
         ValueError: Names a parameter and the remedy.
     """
     for param in parameters.params:
-        if param.dtype != torch.float16:
+        if param.tensor.dtype != torch.float16:
             continue
         expected = "parameters of bfloat16 (or float32, which are written as they are)"
         own = f"'master' with {param.name} of float16"

@@ -53,10 +53,11 @@ from amo_dist.engine.world import World
 from amo_dist.kernels.elementwise import (
     GROUP_ELEMENTS,
     ROUNDED_OFF,
+    advance,
     apply_update,
     drop_nonfinite,
+    look_ahead,
     master_weights,
-    nesterov,
     on_cpu,
     real,
     set_weights,
@@ -205,6 +206,8 @@ class Engine:
                 self._pieces[index, region] = Piece(matrix, region, scale, param, self._groups)
             for region in matrix.empty_by_rank.get(rank, ()) if rule.has_post else ():
                 self._empty_pieces.append(Piece(matrix, region, scale, param, self._groups))
+        # Pieces whose momentum another replica sends to the owner.
+        self._unsent: list[Piece] = []
         # Exchanges of training, and `Orders.owners` of their plan. Until all ranks have agreed on
         # them they are made anew.
         self._exchanges: list[Exchange] = []
@@ -269,6 +272,9 @@ class Engine:
             every = range(len(self.parameters.matrices))
             self._exchanges = self._make_exchanges(every, orders.schedules, self.wire)
             self._owners = orders.owners
+            buckets = (bucket for exchange in self._exchanges for bucket in exchange.buckets)
+            sent = {id(piece) for bucket in buckets for piece in bucket.sent}
+            self._unsent = [p for p in self._pieces.values() if id(p) not in sent]
         for exchange in self._exchanges:
             exchange.restore()
         sampled = list[Exchange]()
@@ -358,7 +364,8 @@ class Engine:
                 grad = tensor.grad.redistribute(placements=tensor.placements)
                 step.grads[index] = grad.to_local()
         try:
-            self.guarded(step, "updating momentum", self._update_momentum)
+            if self._unsent:
+                self.guarded(step, "updating momentum", self._update_momentum)
             meanwhile = True
             for exchange in self._exchanges:
                 exchange.restore()
@@ -418,17 +425,16 @@ class Engine:
                 tensor.fill_(instead[1])
 
     def _update_momentum(self, step: Step) -> None:
-        """Take this rank's gradients into the momentum."""
+        """Update the momentum of replicas that another one sends to the owner."""
+        rows_by_momentum: dict[float, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        for piece in self._unsent:
+            index, momentum = piece.param.index, step.settings[piece.param.group].momentum
+            if (grad := step.grads[index]) is not None:
+                row = piece.view(step.states[index][MOMENTUM]), piece.view(grad)
+                rows_by_momentum[momentum].append(row)
         with record_function("amo::momentum"):
-            by_momentum: dict[float, list[tuple[Tensor, Tensor]]] = defaultdict(list)
-            for param, state, grad in zip(
-                self.parameters.params, step.states, step.grads, strict=True
-            ):
-                if param.views and grad is not None:
-                    momentum = step.settings[param.group].momentum
-                    by_momentum[momentum].append((state[MOMENTUM], grad))
-            for momentum, pairs in by_momentum.items():
-                buffers, grads = map(list, zip(*pairs, strict=True))
+            for momentum, rows in rows_by_momentum.items():
+                buffers, grads = map(list, zip(*rows, strict=True))
                 update_momentum(buffers, grads, momentum, skip_mask=step.skip_mask)
 
     def _adamw(self, step: Step) -> None:
@@ -503,42 +509,49 @@ class Engine:
         targets, wholes = (bucket.outgoing, math.nan), (bucket.wholes, 0.0)
         names = [self.parameters.matrices[index].name for index in bucket.owned]
         part = f"orthogonalizing {first_names(names)}"
-        self.guarded(step, "reading momentum", self._read_momentum, bucket, instead=targets)
+        self.guarded(step, "updating momentum", self._send_momentum, bucket, instead=targets)
         yield from bucket.gather()
         self.guarded(step, part, self._orthogonalize, bucket, instead=wholes)
         yield from bucket.scatter()
         self.guarded(step, "updating matrices", self._take_results, bucket)
 
-    def _read_momentum(self, step: Step, bucket: Bucket) -> None:
-        """Write the momentum to orthogonalize to where it is sent from.
+    def _send_momentum(self, step: Step, bucket: Bucket, advances: bool = True) -> None:
+        """Update momentum, and write what is to be orthogonalized to where it is sent from.
 
         A parameter without a gradient sends zeros: the sizes of messages were agreed before.
+
+        Args:
+            step: The step.
+            bucket: The bucket.
+            advances: Whether to update; an observation reads what the step has updated.
         """
         if not bucket.sent:
             return
-        with record_function("amo::gather"):
+        with record_function("amo::momentum"):
             staging = on_host(bucket.outgoing) if self._is_staged else bucket.outgoing
-            rows_by_lookahead = defaultdict[float | None, list[tuple[Piece, Tensor, Tensor]]](list)
-            for held, target in zip(bucket.sent, staging, strict=True):
-                piece = self._pieces[held]
+            rows_by_form = defaultdict[Any, list[tuple[Piece, Tensor, Tensor]]](list)
+            for piece, target in zip(bucket.sent, staging, strict=True):
                 if (grad := step.grads[piece.param.index]) is None:
                     target.zero_()
                 else:
-                    lookahead = step.settings[piece.param.group].lookahead
-                    rows_by_lookahead[lookahead].append((piece, grad, target))
-            for lookahead, rows in rows_by_lookahead.items():
-                momenta = [
-                    piece.view(step.states[piece.param.index][MOMENTUM]) for piece, _, _ in rows
-                ]
-                out = [target for _, _, target in rows]
+                    own = step.settings[piece.param.group]
+                    rows_by_form[own.momentum, own.lookahead].append((piece, grad, target))
+            for (momentum, lookahead), rows in rows_by_form.items():
+                pieces, grads, targets = map(list, zip(*rows, strict=True))
+                grads = [piece.view(grad) for piece, grad in zip(pieces, grads, strict=True)]
+                states = [step.states[piece.param.index] for piece in pieces]
+                pairs = zip(pieces, states, strict=True)
+                buffers = [piece.view(state[MOMENTUM]) for piece, state in pairs]
+                out = targets
                 if self.rule.has_pre:  # before anything is rounded to travel
-                    out = [torch.empty_like(x, dtype=wide_dtype(x.dtype)) for x in momenta]
-                if lookahead is None:
-                    torch._foreach_copy_(out, momenta)
+                    out = [torch.empty_like(x, dtype=wide_dtype(x.dtype)) for x in buffers]
+                if advances:
+                    mask = step.skip_mask
+                    advance(buffers, grads, momentum, lookahead, out, skip_mask=mask)
                 else:
-                    nesterov(momenta, [piece.view(grad) for piece, grad, _ in rows], lookahead, out)
+                    look_ahead(buffers, grads, lookahead, out)
                 if self.rule.has_pre:
-                    for (piece, _, target), values in zip(rows, out, strict=True):
+                    for piece, target, values in zip(pieces, targets, out, strict=True):
                         target.copy_(self.rule.pre(values, piece))
             if self._is_staged:
                 torch._foreach_copy_(bucket.outgoing, staging, non_blocking=True)
@@ -586,7 +599,7 @@ class Engine:
         results = bucket.incoming
         if self._is_staged and results:
             results = bring_down(results)
-        pairs = zip(map(self._pieces.__getitem__, bucket.received), results, strict=True)
+        pairs = zip(bucket.received, results, strict=True)
         present = [(piece, x) for piece, x in pairs if step.grads[piece.param.index] is not None]
         if self.rule.has_post:  # the memory of the bucket serves the next one
             step.results += [(piece, x if self._is_staged else x.clone()) for piece, x in present]
@@ -668,14 +681,14 @@ class Engine:
                 part = 1 + num_lent // GROUP_ELEMENTS
             parts[param.group, part].append(update)
         for (group, part), batch in parts.items():
-            views = [piece.view if piece else lambda local: local for _, piece, _ in batch]
-            pairs = list(zip(views, (param.index for param, _, _ in batch), strict=True))
-            weights = [view(step.weights[index]) for view, index in pairs]
+            weights = [step.weights[param.index] for param, _, _ in batch]
+            weights = [p.view(x) if p else x for (_, p, _), x in zip(batch, weights, strict=True)]
             if not part:
                 yield step.settings[group], batch, weights
                 continue
-            remainders = [view(step.states[index][ROUNDED_OFF]) for view, index in pairs]
-            with master_weights(weights, remainders) as masters:
+            left = [step.states[param.index][ROUNDED_OFF] for param, _, _ in batch]
+            left = [p.view(x) if p else x for (_, p, _), x in zip(batch, left, strict=True)]
+            with master_weights(weights, left) as masters:
                 yield step.settings[group], batch, masters
 
     # ---------------------------------------------------------------- plans and buffers
@@ -687,8 +700,8 @@ class Engine:
             self.sent_bytes += exchange.sent_bytes
             for bucket in exchange.buckets:
                 targets = (bucket.outgoing, math.nan)
-                part = "reading momentum to observe"
-                self.guarded(step, part, self._read_momentum, bucket, instead=targets)
+                part, work = "reading momentum to observe", self._send_momentum
+                self.guarded(step, part, work, bucket, False, instead=targets)
                 for _ in bucket.gather():
                     pass
                 for index, whole in zip(bucket.owned, bucket.wholes, strict=True):
@@ -731,7 +744,9 @@ class Engine:
                 itemsize=dtype.itemsize,
                 bucket_bytes=config.bucket_bytes,
             )
-            exchanges.append(Exchange(plan, matrices, group=group, device=self.device, dtype=dtype))
+            exchanges.append(
+                Exchange(plan, matrices, self._pieces, group=group, device=self.device, dtype=dtype)
+            )
         return exchanges
 
     def num_bounded(self) -> int:

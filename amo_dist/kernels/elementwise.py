@@ -11,6 +11,7 @@ foreach product with a number rounds the number to bfloat16 first, and 0.95 beco
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -121,7 +122,6 @@ def drop_nonfinite(updates: Tensor) -> Tensor:
     return bad
 
 
-@torch.no_grad()
 def update_momentum(
     buffers: Tensors,
     grads: Tensors,
@@ -157,9 +157,8 @@ def update_momentum(
             torch._foreach_copy_(buffers_part, wide)
 
 
-@torch.no_grad()
-def nesterov(buffers: Tensors, grads: Tensors, coefficient: float, out: Tensors) -> None:
-    """``G + coefficient * B`` in float32 (float64 for float64 buffers), rounded once into ``out``.
+def look_ahead(buffers: Tensors, grads: Tensors, coefficient: float | None, out: Tensors) -> None:
+    """``G + coefficient * B``, or ``B`` without a coefficient, rounded once into ``out``.
 
     Args:
         buffers: Momentum buffers after ``update_momentum``; not modified.
@@ -170,6 +169,9 @@ def nesterov(buffers: Tensors, grads: Tensors, coefficient: float, out: Tensors)
     Raises:
         ValueError: Lists of different lengths.
     """
+    if coefficient is None:
+        torch._foreach_copy_(list(out), list(buffers))
+        return
     for dtype, (buffers_part, grads_part, out_part) in _parts(buffers, grads, out):
         added, wide = _widened(dtype, grads_part, buffers_part)
         ahead = torch._foreach_mul(wide, coefficient)
@@ -177,7 +179,41 @@ def nesterov(buffers: Tensors, grads: Tensors, coefficient: float, out: Tensors)
         torch._foreach_copy_(out_part, ahead)
 
 
-@torch.no_grad()
+def advance(
+    buffers: Tensors,
+    grads: Tensors,
+    momentum: float,
+    coefficient: float | None,
+    out: Tensors,
+    *,
+    skip_mask: Tensor | None = None,
+) -> None:
+    """`update_momentum`, then `look_ahead`; on a device both in one pass where PyTorch has one.
+
+    Args:
+        buffers: Argument of `update_momentum`.
+        grads: Argument of `update_momentum`.
+        momentum: Argument of `update_momentum`.
+        coefficient: Argument of `look_ahead`.
+        out: Argument of `look_ahead`; anything where ``skip_mask`` is true.
+        skip_mask: Argument of `update_momentum`.
+    """
+    for dtype, (buffers_part, grads_part, out_part) in _parts(buffers, grads, out):
+        is_sgd = coefficient is None or coefficient == momentum
+        if not (is_sgd and _is_fused(buffers_part, grads_part)):
+            update_momentum(buffers_part, grads_part, momentum, skip_mask=skip_mask)
+            look_ahead(buffers_part, grads_part, coefficient, out_part)
+            continue
+        added, wide = _widened(dtype, grads_part, buffers_part)
+        flat, (ahead,) = _new_lists(wide, dtype, 1)
+        flat.zero_()
+        # SGD of zeros with a rate of -1 leaves what it would have subtracted.
+        _fused_sgd(ahead, added, wide, momentum, coefficient is not None, -1.0, 0.0, skip_mask)
+        torch._foreach_copy_(out_part, ahead)
+        if wide is not buffers_part:
+            torch._foreach_copy_(buffers_part, wide)
+
+
 def apply_update(
     params: Tensors,
     updates: Tensors,
@@ -206,21 +242,62 @@ def apply_update(
     rate: float | Tensor = lr.to(torch.float64) if isinstance(lr, Tensor) else lr
     for dtype, (params_part, updates_part, scales_part) in _parts(params, updates, scales):
         steps, wide = _widened(dtype, updates_part, params_part, copies=True, skip_mask=skip_mask)
-        for factor in dict.fromkeys(scales_part):
-            pairs = zip(steps, scales_part, strict=True)
-            alike = [step for step, step_scale in pairs if step_scale == factor]
-            torch._foreach_mul_(alike, _in_dtype(rate * factor, dtype))
+        by_factor: dict[float, list[int]] = defaultdict(list)
+        for index, factor in enumerate(scales_part):
+            by_factor[factor].append(index)
+        is_fused = not cautious and all(by_factor) and _is_fused(wide, steps)
+        for factor, indices in by_factor.items():
+            alike, step_rate = [steps[index] for index in indices], rate * factor
+            if is_fused:  # decoupled decay is that of SGD, over the scale of the gradient
+                targets, decay = [wide[index] for index in indices], weight_decay / factor
+                _fused_sgd(targets, alike, [], 0.0, False, step_rate, decay, skip_mask)
+            else:
+                torch._foreach_mul_(alike, _in_dtype(step_rate, dtype))
         kept = _unless_skipped(skip_mask, 1 - rate * weight_decay, 1.0, dtype)
         if weight_decay != 0 and cautious:
             torch._foreach_mul_(wide, list(map(_cautious, wide, updates_part, repeat(kept))))
-        elif weight_decay != 0:
+        elif weight_decay != 0 and not is_fused:
             torch._foreach_mul_(wide, kept)
-        torch._foreach_sub_(wide, steps)
+        if not is_fused:
+            torch._foreach_sub_(wide, steps)
         if wide is not params_part:
             torch._foreach_copy_(params_part, wide)
 
 
-@torch.no_grad()
+def _is_fused(*lists: list[Tensor]) -> bool:
+    """Whether PyTorch's fused SGD takes these tensors.
+
+    On a CPU it would give an element other bits in another shard.
+    """
+    return not on_cpu(lists[0][0]) and all(map(Tensor.is_contiguous, itertools.chain(*lists)))
+
+
+def _fused_sgd(
+    params: list[Tensor],
+    grads: list[Tensor],
+    buffers: list[Tensor],
+    momentum: float,
+    nesterov: bool,
+    rate: Any,
+    weight_decay: float,
+    skip_mask: Tensor | None,
+) -> None:
+    """One step of PyTorch's SGD on a device, in one pass; none where the mask is true."""
+    torch._fused_sgd_(
+        params,
+        grads,
+        buffers,
+        weight_decay=weight_decay,
+        momentum=momentum,
+        lr=rate,
+        dampening=0.0,
+        nesterov=nesterov,
+        maximize=False,
+        is_first_step=False,
+        found_inf=None if skip_mask is None else skip_mask.to(torch.float32),
+    )
+
+
 def set_weights(targets: Tensors, values: Tensors, *, skip_mask: Tensor | None = None) -> None:
     """``W <- V``, in place.
 
@@ -303,6 +380,11 @@ def _parts(
         rows = [row for values in zip(*lists, strict=True) for row in _cut(values)]
         lists = list(map(list, zip(*rows, strict=True)))
     first, second = lists[:2]
+    dtypes = {(one.dtype, other.dtype) for one, other in zip(first, second, strict=True)}
+    is_dense = all(map(Tensor.is_contiguous, first)) and all(map(Tensor.is_contiguous, second))
+    if is_dense and len(dtypes) == 1 and sum(map(Tensor.numel, first)) < most:
+        yield wide_dtype(first[0].dtype), lists  # nearly always, in a step of few launches
+        return
     parts: dict[object, list[int]] = {}
     for index, size in enumerate(accumulate(map(Tensor.numel, first))):
         pair = first[index], second[index]
@@ -334,9 +416,6 @@ def _widened(
 ) -> list[list[Tensor]]:
     """Lists of tensors in a dtype: themselves where they have it, else contiguous copies.
 
-    The copies are views of one tensor, in which those of one shape stand side by side: a view or a
-    fill for each of hundreds of tensors would cost a call or a launch each.
-
     Args:
         dtype: Dtype of the results.
         lists: Tensors, each list of the same shapes.
@@ -350,22 +429,35 @@ def _widened(
     copied = [i for i in range(len(lists)) if dtypes[i] != dtype or (copies and i == 0)]
     if not copied:
         return results
-    indices_by_shape: dict[torch.Size, list[int]] = defaultdict(list)
-    for index, tensor in enumerate(lists[0]):
-        indices_by_shape[tensor.shape].append(index)
-    counts = [len(copied) * len(indices) for indices in indices_by_shape.values()]
-    sizes = [c * shape.numel() for c, shape in zip(counts, indices_by_shape, strict=True)]
-    flat = torch.empty(sum(sizes), dtype=dtype, device=lists[0][0].device)
-    for number in copied:
-        results[number] = [*lists[number]]
-    parts = zip(indices_by_shape.items(), counts, flat.split(sizes), strict=True)
-    for (shape, indices), count, part in parts:
-        views = part.view(count, *shape).unbind() if count > 1 else [part.view(shape)]
-        places = ((number, index) for number in copied for index in indices)
-        for (number, index), view in zip(places, views, strict=True):
-            results[number][index] = view
+    flat, new = _new_lists(lists[0], dtype, len(copied))
+    for number, views in zip(copied, new, strict=True):
+        results[number] = views
     for number in copied:
         torch._foreach_copy_(results[number], lists[number])
         if number == 0 and skip_mask is not None:
             flat.masked_fill_(skip_mask, fill)  # before the other lists are written
     return results
+
+
+def _new_lists(
+    tensors: Tensors, dtype: torch.dtype, num_lists: int
+) -> tuple[Tensor, list[list[Tensor]]]:
+    """New contiguous tensors in the shapes of a list, and the one tensor of which they are views.
+
+    Those of one shape stand side by side: a view or a fill for each of hundreds of tensors would
+    cost a call or a launch each.
+    """
+    indices_by_shape: dict[torch.Size, list[int]] = defaultdict(list)
+    for index, tensor in enumerate(tensors):
+        indices_by_shape[tensor.shape].append(index)
+    counts = [num_lists * len(indices) for indices in indices_by_shape.values()]
+    sizes = [c * shape.numel() for c, shape in zip(counts, indices_by_shape, strict=True)]
+    flat = torch.empty(sum(sizes), dtype=dtype, device=tensors[0].device)
+    lists = [[*tensors] for _ in range(num_lists)]
+    parts = zip(indices_by_shape.items(), counts, flat.split(sizes), strict=True)
+    for (shape, indices), count, part in parts:
+        views = iter(part.view(count, *shape).unbind() if count > 1 else [part.view(shape)])
+        for own in lists:
+            for index in indices:
+                own[index] = next(views)
+    return flat, lists

