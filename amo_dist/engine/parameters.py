@@ -285,7 +285,7 @@ def split_groups(
     Raises:
         ValueError: They do not come from `amo_dist.param_groups`; with the remedy.
     """
-    remedy = "the groups that amo_dist.param_groups(model) returns, or splits of them"
+    remedy = "the model, or the groups that amo_dist.param_groups(model) returns, or splits of them"
     is_list = isinstance(groups, Sequence) and len(groups) > 0
     require(is_list, "params", type(groups).__name__, remedy)
     plain: list[dict[str, Any]] = []

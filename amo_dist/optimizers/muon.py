@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from amo_dist.compat import disable_dynamo
-from amo_dist.config import MuonConfig, require
+from amo_dist.config import AMOConfig, MuonConfig, fail, require
 from amo_dist.distributed.layout import local_tensor
 from amo_dist.distributed.ranks import (
     GroupLike,
@@ -44,6 +44,7 @@ from amo_dist.engine.parameters import (
 from amo_dist.engine.rule import UpdateRule
 from amo_dist.engine.step import Engine, Orders, Step
 from amo_dist.engine.world import World, gather_world
+from amo_dist.operators.groups import param_groups
 from amo_dist.operators.patterns import format_patterns
 from amo_dist.schedule.plan import Plan
 from amo_dist.schedule.source import Source, as_source
@@ -63,6 +64,17 @@ _DEFAULTS: Mapping[str, Any] = MappingProxyType(
 )
 
 
+# Arguments of other Muons, and what takes their place.
+_ELSEWHERE: Mapping[str, str] = MappingProxyType(
+    {
+        "ns_steps": "schedule names the Newton-Schulz steps and their coefficients: 'kj' has five",
+        "ns_coefficients": "schedule=Schedule(...) has the coefficients of each step",
+        "fused": "devices run fused kernels by themselves",
+        "foreach": "kernels run over lists of tensors by themselves",
+        "momentum": "config=MuonConfig(momentum=...), or the key of a parameter group",
+        "nesterov": "config=MuonConfig(nesterov=...), or the key of a parameter group",
+    }
+)
 # Optimizers that were made in this process over the same ranks and names.
 _num_made: Counter[object] = Counter()
 
@@ -97,7 +109,8 @@ class Muon(torch.optim.Optimizer):
     A subclass that names another ``rule_class`` is another optimizer of the family.
 
     Args:
-        params: Groups that `amo_dist.param_groups` returns; they may be split further.
+        params: The model, or groups that `amo_dist.param_groups` returns for it, which may be split
+            further.
         lr: Learning rate of groups that do not name their own, 1e-3 by default; ``lr_multiplier``
             of a group multiplies it.
         weight_decay: Decoupled weight decay of groups that do not name their own, 0.1 by default.
@@ -137,13 +150,15 @@ class Muon(torch.optim.Optimizer):
         allow_no_matrices: bool = False,
         **own: float,
     ) -> None:
-        config = check_config(config, MuonConfig)
+        config, source = check_config(config, MuonConfig), as_source(schedule)
+        if isinstance(config, AMOConfig) and source.name != "amo":
+            fail("config", type(config).__name__, "a MuonConfig: only AMO reads an AMOConfig")
         if unknown := sorted(set(own) - set(self.rule_class.defaults)):
-            raise TypeError(
-                f"{type(self).__name__} got unexpected keyword arguments {unknown}; settings go "
-                f"into config={type(config).__name__}(...)"
-            )
-        source = as_source(schedule)
+            hints = [_ELSEWHERE[name] for name in unknown if name in _ELSEWHERE]
+            text = "; ".join(hints or [f"settings go into config={type(config).__name__}(...)"])
+            raise TypeError(f"{type(self).__name__} got unexpected arguments {unknown}: {text}")
+        if isinstance(params, torch.nn.Module):
+            params = param_groups(params)
         groups, structure = split_groups(params, replica_ranks(process_group))
         arguments = {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps}
         defaults = {**_DEFAULTS, **self.rule_class.defaults, **own}
@@ -403,6 +418,13 @@ class Muon(torch.optim.Optimizer):
                 "dist.group.WORLD in %s(...), and each matrix is orthogonalized once",
                 *(len(world.ranks), type(self).__name__),
             )
+        if self.source.name != "fixed" and not self.num_steps_taken and _holds_values(self.state):
+            world.log_once(
+                logging.WARNING,
+                "%s begins at step 0, with momentum of an earlier run: to resume that, call "
+                "load_state_dict, or load_control_state_dict for state that was filled in place",
+                type(self).__name__,
+            )
         state = self._schedule_state
         source = copy.copy(state.source)
         with self.raise_on_all_ranks("the schedules of these matrices"):
@@ -645,7 +667,9 @@ class Muon(torch.optim.Optimizer):
                 configuration; names the rank.
         """
         with self.raise_on_all_ranks("load_state_dict"):
-            loaded = load.read(self, self.params_by_name, self._structure.names, state_dict)
+            names, params = self._structure.names, self._engine.parameters.params
+            own = {p.name: {key: self.state[p.tensor][key] for key in p.state} for p in params}
+            loaded = load.read(self, self.params_by_name, names, own, state_dict)
             schedule_state = self._restored(loaded.control)
             # Last: state of another optimizer has been named by then.
             kept, pairs = (

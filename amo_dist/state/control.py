@@ -95,7 +95,12 @@ def restore(record: Any, running: ScheduleState) -> ScheduleState:
         fail("control.digest", record.get("digest"), text)
     name, saved = record["source"]["name"], record["config"]
     if name != running.source.name:
-        fail("control.source", name, repr(running.source.name))
+        expected = f"{running.source.name!r}: resume with the optimizer that saved it (AMO for "
+        expected += (
+            "'amo', ROOT for 'root', Muon and the others for 'fixed'), or copy its momentum "
+        )
+        expected += "by name, as take_over in docs/checkpoints.md does"
+        fail("control.source", name, expected)
     if set(saved) != set(running.config.to_dict()):
         fail("control.config", sorted(saved), f"the settings {sorted(running.config.to_dict())}")
     config = _settled(running.config, _changed(saved, running.config))

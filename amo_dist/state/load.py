@@ -27,11 +27,13 @@ class Loaded:
         groups: Parameter groups that were saved.
         control: Record of the control state, which is not checked.
         copies: Pairs of a tensor of the optimizer and the saved tensor that replaces its values.
+        notes: Entries of a wrapper in the state, by parameter.
     """
 
     groups: Sequence[Mapping[str, Any]]
     control: Any
     copies: Sequence[tuple[Tensor, Tensor]]
+    notes: Mapping[Tensor, Mapping[str, Any]]
 
     def fill(self, optimizer: torch.optim.Optimizer) -> None:
         """Fill the optimizer's state tensors, in their own dtypes, and its groups; run its hooks.
@@ -40,6 +42,8 @@ class Loaded:
         """
         for target, source in self.copies:
             target.copy_(source)
+        for param, notes in self.notes.items():
+            optimizer.state[param] |= copy.deepcopy(dict(notes))
         for group, saved in zip(optimizer.param_groups, self.groups, strict=True):
             kept = {"params": group["params"], "control": group["control"]}
             # A copy, as in PyTorch: training must not change a tensor learning rate of the file.
@@ -53,6 +57,7 @@ def read(
     optimizer: torch.optim.Optimizer,
     params_by_name: Mapping[str, Tensor],
     names_by_group: Sequence[Sequence[str]],
+    state_by_name: Mapping[str, Mapping[str, Tensor]],
     state_dict: Mapping[str, Any],
 ) -> Loaded:
     """Check what ``state_dict()`` of the optimizer returned, and change nothing.
@@ -63,6 +68,7 @@ def read(
         optimizer: Optimizer whose parameter groups hold its control state.
         params_by_name: Parameters of the optimizer, in the order of the groups.
         names_by_group: Names of the parameters in each group.
+        state_by_name: State tensors of the optimizer itself, of each parameter.
         state_dict: State that ``state_dict()`` returned.
 
     Raises:
@@ -83,9 +89,9 @@ def read(
         fail(frozen[0], "a frozen parameter at a load by PyTorch's helpers", expected)
     groups = _check_groups(loaded.get("param_groups"), optimizer.param_groups)
     _order_by_name(groups, loaded.get("param_names"), names_by_group)
-    own = {name: optimizer.state[param] for name, param in params_by_name.items()}
-    copies = _check_state(loaded.get("state"), groups, own)
-    return Loaded(groups, _read_control(groups[0]["control"]), copies)
+    copies, notes = _check_state(loaded.get("state"), groups, state_by_name)
+    notes_by_param = {params_by_name[name]: values for name, values in notes.items()}
+    return Loaded(groups, _read_control(groups[0]["control"]), copies, notes_by_param)
 
 
 def _read_control(text: object) -> Any:
@@ -172,20 +178,26 @@ def _check_state(
     state: Any,
     groups: Sequence[Mapping[str, Any]],
     own_by_name: Mapping[str, Mapping[str, Tensor]],
-) -> list[tuple[Tensor, Tensor]]:
-    """Pairs of the optimizer's tensor and the saved one: same shape and placements, finite."""
+) -> tuple[list[tuple[Tensor, Tensor]], dict[str, dict[str, Any]]]:
+    """Pairs of the optimizer's tensor and the saved one: same shape and placements, finite.
+
+    Entries that only a wrapper can know come apart, by name of the parameter.
+    """
     require(isinstance(state, Mapping), "state", type(state).__name__, "a mapping")
     keys = [key for group in groups for key in group["params"]]
     pairs: list[tuple[Tensor, Tensor]] = []
+    notes: dict[str, dict[str, Any]] = {}
     for (name, own), key in zip(own_by_name.items(), keys, strict=True):
         record = _with_rounded_off(state.get(key, {}), own)
-        if not isinstance(record, Mapping) or set(record) != set(own):
+        if not isinstance(record, Mapping) or not set(record) >= set(own):
             entries = sorted(map(str, record)) if isinstance(record, Mapping) else record
             fail(f"state of {name}", entries, f"{sorted(own)}")
         for field, target in own.items():
             source = _check_source(f"state of {name}.{field}", record[field], target)
             pairs.append((target, source))
-    return pairs
+        if foreign := {field: record[field] for field in record if field not in own}:
+            notes[name] = foreign
+    return pairs, notes
 
 
 def _with_rounded_off(saved: object, own: Mapping[str, Tensor]) -> object:

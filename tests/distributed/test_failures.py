@@ -24,7 +24,7 @@ from amo_dist.optimizers.normuon import NorMuonRule
 from tests import runs
 from tests.distributed import models
 from tests.distributed.harness import Ranks
-from tests.distributed.test_ballot import held, is_unchanged, on
+from tests.distributed.test_ballot import held, is_unchanged, on, spoil
 from tests.distributed.test_ranks import raised
 
 LOGGER = logging.getLogger("amo_dist.engine.ballot")
@@ -214,3 +214,25 @@ def test_a_load_that_fails_on_one_rank_is_raised_on_all(run_on: Ranks, steps: in
     assert alone.startswith("RankMismatchError: ")
     assert "rank 2 has load_state_dict" in alone
     assert rest == [True, "", 3]
+
+
+def fail_in_a_bad_step(rank: int, world_size: int) -> list[str]:
+    """Errors of five steps on a device; in the third a gradient is NaN and a product fails, too."""
+    errors = []
+    with on("cuda"), mock.patch.object(LOGGER, "disabled", True):
+        model, optimizer = runs.make("fsdp", Muon, device="cuda", ns_guard_every=0)
+        for step in range(1, 6):
+            models.set_gradients(model, 3, step)
+            if step == 3 and rank == 0:
+                spoil(runs.WQ, torch.nan)(model, optimizer)
+            with full(FAILURES["orthogonalizing layers."], (rank, step) == (1, 3)):
+                errors.append(raised(optimizer.step))
+        errors.append(raised(optimizer.check_last_update))
+    return errors
+
+
+def test_a_failure_in_a_step_that_changed_nothing_has_no_error_of_its_own(run_on: Ranks) -> None:
+    first, second = run_on(2)(fail_in_a_bad_step)
+    assert first == second
+    assert [bool(error) for error in first] == [False, False, False, True, False, False]
+    assert first[3].startswith("NonFiniteGradientError")
