@@ -247,6 +247,7 @@ class Ballots:
         self._sent_bounds: tuple[list[float], Tensor] = [], torch.empty(0)
         # Failure of this rank, and its updates, for the next ballot.
         self._failure, self._updates = "", Flags()
+        self._no_marks = no_marks(world)
         # Steps in a row without a gradient of any matrix.
         self._num_idle = 0
 
@@ -293,7 +294,7 @@ class Ballots:
         for indices in self._indices_by_set:
             own = None if indices is None else bytes(has_grad[i] for i in indices)
             marks.append(_ABSTENTION if own is None else fingerprint56(own.hex()))
-        replicas = replicas or no_marks(self._world)
+        replicas = replicas or self._no_marks
         marks += [_ABSTENTION if mark is None else mark for mark in replicas.marks]
         negatives = [mark if mark == _ABSTENTION else -mark for mark in marks]
         vector = _sent([exists, 0, 0, *marks, *negatives], torch.int64, self._device)

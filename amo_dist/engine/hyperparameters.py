@@ -71,7 +71,7 @@ class GroupSettings(NamedTuple):
 
 def read_groups(
     groups: Sequence[Mapping[str, Any]],
-    check: Callable[[Mapping[str, Any]], None],
+    check: Callable[[Mapping[str, Any]], None] | None = None,
     own_keys: Iterable[str] = (),
 ) -> list[GroupSettings]:
     """Read the groups of the coming step, and refuse those with which none can be taken.
@@ -81,7 +81,7 @@ def read_groups(
 
     Args:
         groups: Parameter groups.
-        check: Check of a rule, called with each group that has matrices.
+        check: Check of a rule, called with each group that has matrices; None for none.
         own_keys: Keys of a rule's own hyperparameters.
 
     Raises:
@@ -94,7 +94,7 @@ def read_groups(
         if missing := [key for key in _REQUIRED if key not in group]:
             require(False, place + missing[0], "none", "its value")
         check_hyperparameters(group, place)
-        if group["algorithm"] == "muon":
+        if check is not None and group["algorithm"] == "muon":
             try:
                 check(group)
             except ValueError as error:

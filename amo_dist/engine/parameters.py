@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from amo_dist.compat import local_of
 from amo_dist.config import Box, require
 from amo_dist.distributed.layout import (
     Matrix,
@@ -167,11 +168,6 @@ class Parameters:
     device: torch.device
     matrix_device: torch.device
 
-    def are_in(self, groups: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether these very tensors are those of the groups, in the same order."""
-        held = [id(tensor) for group in groups for tensor in group["params"]]
-        return held == [id(param.tensor) for param in self.params]
-
     def tensors(
         self, state: Mapping[Tensor, Mapping[str, Tensor]]
     ) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
@@ -185,11 +181,13 @@ class Parameters:
                 is gone, lies elsewhere or has another form; names it, found and expected.
         """
         whole = [param.tensor for param in self.params]
-        weights, states = list(map(local_tensor, whole)), list[dict[str, Tensor]]()
+        weights = [local_of(x) if isinstance(x, DTensor) else x for x in whole]
+        states = list[dict[str, Tensor]]()
         try:
             for param in self.params:
                 own = state[param.tensor]
-                states.append({name: local_tensor(own[name]) for name in param.state})
+                values = ((name, own[name]) for name in param.state)
+                states.append({n: local_of(x) if isinstance(x, DTensor) else x for n, x in values})
             # Lists of all are compared at once: this runs in every step, for hundreds of tensors.
             own_forms = [form_of(x) for own in states for x in own.values()]
         except (KeyError, AttributeError):  # of state that is gone, or no tensor

@@ -65,6 +65,7 @@ class UpdateRule:
         is_default = config.adjust_lr == "match_rms_adamw"
         require(is_default or not scales, "adjust_lr", own, "'match_rms_adamw'")
         self.config = config
+        self.has_check = kind.check is not UpdateRule.check
         self.has_pre = kind.pre is not UpdateRule.pre
         self.has_post = kind.post is not UpdateRule.post
         has_weights, field = self.has_post or not self.sets_weights, f"{kind.__name__}.sets_weights"

@@ -98,6 +98,11 @@ class Orders:
     candidates: Tensor | None
     checked: str | None
 
+    @property
+    def measures(self) -> bool:
+        """Whether the step measures anything."""
+        return bool(self.sample) or self.checked is not None
+
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Step:
@@ -186,6 +191,8 @@ class Engine:
         self.wire: torch.dtype = getattr(torch, config.wire_dtype)
         self._is_on_device = parameters.device.type != "cpu"
         self.device = parameters.matrix_device
+        # Argument of `read_groups`.
+        self.check = rule.check if rule.has_check else None
         self._library = library(config.ns_kernels, self.device, self._dtype)
         self._is_staged = self.device != parameters.device
         check_float16(parameters, groups, config.bfloat16_params)
@@ -259,14 +266,13 @@ class Engine:
             state: Its state, by parameter.
         """
         self._groups[:] = groups
-        settings = read_groups(groups, self.rule.check, self.rule.defaults)
+        settings = read_groups(groups, self.check, self.rule.defaults)
         weights, states = self.parameters.tensors(state)
         gradients = self.ballots.local_gradients()
         is_new = orders.owners != self._owners or not self._are_agreed
         # The host must know now whether the step is skipped (an observation of it is invalid),
         # lacks buffers (it cannot run), or comes before the first gradient (it does not count).
-        measures = bool(orders.sample) or orders.checked is not None
-        waits = not self._is_on_device or is_new or measures or self.ballots.is_fresh
+        waits = not self._is_on_device or is_new or orders.measures or self.ballots.is_fresh
         if is_new:
             self.discard()  # memory, before new buffers are made
             every = range(len(self.parameters.matrices))
@@ -275,7 +281,7 @@ class Engine:
             buckets = (bucket for exchange in self._exchanges for bucket in exchange.buckets)
             sent = {id(piece) for bucket in buckets for piece in bucket.sent}
             self._unsent = [p for p in self._pieces.values() if id(p) not in sent]
-        for exchange in self._exchanges:
+        for exchange in self._exchanges if self._is_on_device else ():
             exchange.restore()
         sampled = list[Exchange]()
         if orders.sample:

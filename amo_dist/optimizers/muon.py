@@ -174,7 +174,7 @@ class Muon(torch.optim.Optimizer):
         self._process_group, self._dtypes = process_group, (config.ns_dtype, config.wire_dtype)
         self._assemble(ScheduleState(config, copy.copy(source)))
         self._count()
-        read_groups(self.param_groups, self._engine.rule.check, self.rule_class.defaults)
+        read_groups(self.param_groups, self._engine.check, self.rule_class.defaults)
         if len(self._engine.membership.ranks) == 1:
             self._check_matrices(len(self._engine.parameters.matrices))
         self._engine.make_state(self.state)
@@ -270,7 +270,8 @@ class Muon(torch.optim.Optimizer):
     def _step(self) -> None:
         if not self._engine.is_connected:
             self._connect()
-        self._settle()
+        if self._verdict is not None and not self._verdict.is_known:
+            self._settle()
         engine, state = self._engine, self._schedule_state
         number = state.steps_taken + 1
         try:
@@ -287,7 +288,7 @@ class Muon(torch.optim.Optimizer):
         skipped = state.steps_skipped + verdict.is_skipped
         state = dataclasses.replace(state, steps_taken=number, steps_skipped=skipped)
         self._schedule_state = state
-        if step.orders is not None:
+        if step.orders is not None and step.orders.measures:
             with torch.profiler.record_function("amo::observe"):
                 self._measure(step, step.orders, verdict.is_skipped)
 
@@ -297,8 +298,7 @@ class Muon(torch.optim.Optimizer):
         Raises:
             As `Ballots.vote`, for that step, which then counts as not taken.
         """
-        if self._verdict is None or self._verdict.is_known:
-            return
+        assert self._verdict is not None
         try:
             self._verdict.settle()
         except Exception:
@@ -393,9 +393,9 @@ class Muon(torch.optim.Optimizer):
         """
         with self.raise_on_all_ranks("the first step"):
             self._adopt_swapped_parameters()
-            engine, rule = self._engine, self._engine.rule
+            engine = self._engine
             engine.parameters.tensors(self.state)
-            settings = read_groups(self.param_groups, rule.check, rule.defaults)
+            settings = read_groups(self.param_groups, engine.check, self.rule_class.defaults)
             params = engine.parameters.params
             multipliers = [float(self.param_groups[p.group]["lr_multiplier"]) for p in params]
             pairs = zip(engine.parameters.matrices, engine.update_scales, strict=True)
@@ -443,7 +443,8 @@ class Muon(torch.optim.Optimizer):
             ValueError: They have other shapes, or come too late; or a parameter was cast or moved.
         """
         engine, before = self._engine, self._engine.parameters
-        if before.are_in(self.param_groups):
+        held = [id(tensor) for group in self.param_groups for tensor in group["params"]]
+        if held == [id(param.tensor) for param in before.params]:
             return
         check_swap(before, self.param_groups)
         if self.num_steps_taken or engine.is_connected or _holds_values(self.state):
@@ -520,7 +521,8 @@ class Muon(torch.optim.Optimizer):
             NonFiniteUpdateError: On every rank, where the last update of a matrix was left out.
             RuntimeError: On every rank, where the last step has failed on one.
         """
-        self._settle()
+        if self._verdict is not None and not self._verdict.is_known:
+            self._settle()
         if self._engine.is_connected:
             self._engine.ballots.vote_on_text("the last update", with_updates=True)
 
@@ -681,7 +683,7 @@ class Muon(torch.optim.Optimizer):
                 for key in ("momentum", "nesterov"):  # those of the settings, unless it was moved
                     if key not in saved or saved[key] == kept[key]:
                         group[key] = getattr(schedule_state.config, key)
-            read_groups(groups, self._engine.rule.check, self.rule_class.defaults)
+            read_groups(groups, self._engine.check, self.rule_class.defaults)
         self._go_on_from(schedule_state)
         dataclasses.replace(loaded, groups=groups).fill(self)
 

@@ -223,6 +223,8 @@ class Amo(Source):
 
     def __init__(self, config: AMOConfig) -> None:
         self.config = config
+        # Step of the last observation.
+        self.last_observation = 0
         # Observations of the plan, or those toward it.
         self.observations: tuple[Observation, ...] = ()
         self.plan: Plan | None = None
@@ -234,6 +236,12 @@ class Amo(Source):
         # Matrices of each operator type, sorted by name; types in their declared order.
         self._members: Mapping[str, Sequence[MatrixInfo]] = {}
         self._warns_of_tau = config.planner == "paper"
+        self._set_last_observation()
+
+    def _set_last_observation(self) -> None:
+        """Find the step of the last observation; at least one is made after a plan was dropped."""
+        following = (self._errors_since // self.config.interval + 1) * self.config.interval
+        self.last_observation = max(self.config.observe_until, following)
 
     def bind(self, registry: Sequence[MatrixInfo]) -> None:
         """See `Source.bind`.
@@ -257,12 +265,6 @@ class Amo(Source):
             fail("control.source", sort_operator_types(types), expected)
 
     # ---------------------------------------------------------------- schedules
-
-    @property
-    def last_observation(self) -> int:
-        """Step of the last observation; at least one is made after a plan was dropped."""
-        following = (self._errors_since // self.config.interval + 1) * self.config.interval
-        return max(self.config.observe_until, following)
 
     def version(self, step: int) -> int:
         """The number of observations, and of steps of the transition, that are taken."""
@@ -410,6 +412,7 @@ class Amo(Source):
         self.plan = None if state["plan"] is None else Plan.from_dict(state["plan"])
         if set(changed) - _KEPT:
             self._errors_since, self._error_sums, self.plan = step, {}, None
+        self._set_last_observation()
         self._check_types()
 
     def metrics(self, step: int) -> dict[str, float]:
