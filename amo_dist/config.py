@@ -51,7 +51,7 @@ _CHOICES: Mapping[str, Sequence[object]] = {
     "bfloat16_params": ("nearest", "master"),
     # Matrices travel before they are scaled, when 1e-20 would vanish in float16.
     "wire_dtype": (None, "bfloat16", "float32", "float64"),
-    "ownership": ("round_robin", "balanced"),
+    "ownership": ("balanced", "round_robin"),
     "ns_kernels": ("auto", "torch", "quack"),
     "nonfinite": ("error", "skip_step"),
     "on_config_change": ("error", "keep_checkpoint", "replan"),
@@ -122,8 +122,9 @@ class MuonConfig:
         wire_dtype: Dtype in which ranks send matrices: momentum to the owner, and results back; a
             name or PyTorch's own. None: ``ns_dtype``, or ``bfloat16`` if ``ns_dtype`` is
             ``float16``, because momentum can overflow float16.
-        ownership: Assignment of matrices to owner ranks: ``round_robin``, or ``balanced``, which
-            gives the matrix of most flops first to the rank with the least work.
+        ownership: Assignment of matrices to owner ranks. ``balanced``: in the order of their flops,
+            the greatest first, each to the rank with the least work so far; ``round_robin``: to the
+            ranks in turn.
         bucket_bytes: Approximate bytes of the matrices that one exchange sends together; a larger
             matrix is sent alone. Smaller buckets need less memory and overlap better, larger ones
             need fewer launches.
@@ -154,7 +155,7 @@ class MuonConfig:
     cautious_decay: bool = False
     bfloat16_params: str = "nearest"
     wire_dtype: str | None = None
-    ownership: str = "round_robin"
+    ownership: str = "balanced"
     bucket_bytes: int = 24 * 2**20
     ns_kernels: str = "auto"
     nonfinite: str = "error"

@@ -9,9 +9,9 @@ that every rank of the mesh has work in every bucket, and the buckets in flight 
 from __future__ import annotations
 
 import dataclasses
+import heapq
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import TypeAlias
 
 from amo_dist.distributed.layout import Matrix, Region
@@ -44,7 +44,7 @@ def assign(
     costs: Sequence[float],
     *,
     indices: Sequence[int] | None = None,
-    ownership: str = "round_robin",
+    ownership: str = "balanced",
     returns: bool = True,
 ) -> list[Job]:
     """Assign matrices to owner ranks, separately for each set of ranks that shares some.
@@ -55,13 +55,16 @@ def assign(
     A matrix that one rank holds whole, such as an expert sharded on its first dim, goes to such a
     rank, and nothing need be gathered.
 
+    Plain round robin resonates with the few shapes that a model repeats from layer to layer: where
+    they divide the ranks, one rank gets the largest of them each time.
+
     Args:
         matrices: Matrices, in the order in which round robin assigns them.
         costs: Flops of each matrix, with its schedule of this moment.
         indices: Indices of the matrices to assign; None for all.
-        ownership: ``round_robin``, or ``balanced``: the longest job first to the rank with the
-            least work, ties by name, unless round robin's greatest load is as low; loads are those
-            of the set.
+        ownership: ``balanced``: in the order of their costs, greatest first, ties by name, each
+            matrix goes to the rank with the least work in the set so far; those that few ranks may
+            own come first, and the others fill up around them. ``round_robin``: to ranks in turn.
         returns: Whether owners send results back; False where matrices are only measured.
 
     Returns:
@@ -76,26 +79,17 @@ def assign(
     candidates = [known[id(matrix.regions_by_rank)] for matrix in matrices]
     owners: dict[int, int] = {}
     for own in by_ranks.values():
-        choices = [_round_robin(own, candidates)]
         if ownership == "balanced":
-            # Matrices with one candidate come first: the others fill up around them.
-            order = sorted(own, key=lambda i: (len(candidates[i]) > 1, -costs[i], matrices[i].name))
-            choices.append(_least_loaded(order, candidates, costs))
-        owners |= min(choices, key=partial(greatest_load, costs=costs))
+            own.sort(key=lambda i: (len(candidates[i]), -costs[i], matrices[i].name))
+            owners |= _least_loaded(own, candidates, costs)
+        else:
+            owners |= _round_robin(own, candidates)
     jobs = []
     for index in sorted(owners):
         matrix, owner = matrices[index], owners[index]
         sources = next(replica for replica in matrix.replicas if owner in replica)
         jobs.append(Job(index, owner, sources, matrix.ranks if returns else ()))
     return jobs
-
-
-def greatest_load(owners: Mapping[int, int], costs: Sequence[float]) -> float:
-    """Summed cost of the matrices of the busiest rank, of owners by matrix."""
-    loads: dict[int, float] = defaultdict(float)
-    for index, owner in owners.items():
-        loads[owner] += costs[index]
-    return max(loads.values())
 
 
 def _candidates(matrix: Matrix) -> tuple[int, ...]:
@@ -121,8 +115,17 @@ def _least_loaded(
     """Owner by matrix: for each in turn the earliest candidate with the least load so far."""
     owners: dict[int, int] = {}
     loads: dict[int, float] = defaultdict(float)
+    # Loads, places and ranks of each list of candidates, the least first.
+    heaps: dict[tuple[int, ...], list[tuple[float, int, int]]] = {}
     for index in order:
-        owners[index] = min(candidates[index], key=loads.__getitem__)
+        ranks = candidates[index]
+        if ranks not in heaps:
+            heaps[ranks] = [(0.0, place, rank) for place, rank in enumerate(ranks)]
+        heap = heaps[ranks]
+        # Loads only grow: one that has grown since it was noted goes to its place.
+        while heap[0][0] < (load := loads[heap[0][2]]):
+            heapq.heapreplace(heap, (load, *heap[0][1:]))
+        owners[index] = heap[0][2]
         loads[owners[index]] += costs[index]
     return owners
 
