@@ -11,10 +11,13 @@ from __future__ import annotations
 import dataclasses
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
+from operator import attrgetter
 from typing import TypeAlias
 
 from amo_dist.distributed.layout import Matrix, Region
+from amo_dist.distributed.ranks import Ranks
 
 # Index of a matrix, and a region of it.
 Held: TypeAlias = tuple[int, Region]
@@ -46,7 +49,7 @@ def assign(
     indices: Sequence[int] | None = None,
     ownership: str = "balanced",
     returns: bool = True,
-) -> list[Job]:
+) -> dict[Ranks, list[Job]]:
     """Assign matrices to owner ranks, separately for each set of ranks that shares some.
 
     A rank that belongs to several sets must compute the same owners as ranks that know one set
@@ -64,70 +67,51 @@ def assign(
         indices: Indices of the matrices to assign; None for all.
         ownership: ``balanced``: in the order of their costs, greatest first, ties by name, each
             matrix goes to the rank with the least work in the set so far; those that few ranks may
-            own come first, and the others fill up around them. ``round_robin``: to ranks in turn.
+            own come first, and the others fill up around them. ``round_robin``: in their order, to
+            the rank with the fewest.
         returns: Whether owners send results back; False where matrices are only measured.
 
     Returns:
-        A job for each of ``indices``, in their order.
+        Jobs by set of ranks, sorted; those of a set in the order of their indices.
     """
-    by_ranks: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    for index in range(len(matrices)) if indices is None else indices:
-        by_ranks[tuple(sorted(matrices[index].ranks))].append(index)
-    # Matrices of one layout share their regions: on a thousand ranks candidates are sought once.
-    by_layout = {id(matrix.regions_by_rank): matrix for matrix in matrices}
-    known = {key: _candidates(matrix) for key, matrix in by_layout.items()}
-    candidates = [known[id(matrix.regions_by_rank)] for matrix in matrices]
-    owners: dict[int, int] = {}
-    for own in by_ranks.values():
-        if ownership == "balanced":
-            own.sort(key=lambda i: (len(candidates[i]), -costs[i], matrices[i].name))
-            owners |= _least_loaded(own, candidates, costs)
-        else:
-            owners |= _round_robin(own, candidates)
-    jobs = []
-    for index in sorted(owners):
-        matrix, owner = matrices[index], owners[index]
-        sources = next(replica for replica in matrix.replicas if owner in replica)
-        jobs.append(Job(index, owner, sources, matrix.ranks if returns else ()))
-    return jobs
-
-
-def _candidates(matrix: Matrix) -> tuple[int, ...]:
-    """Ranks that may own a matrix: those that hold it whole if there are any, else all."""
-    whole = (rank for rank in matrix.ranks if matrix.num_held(rank) == matrix.num_elements)
-    return tuple(whole) or tuple(matrix.ranks)
-
-
-def _round_robin(indices: Sequence[int], candidates: Sequence[tuple[int, ...]]) -> dict[int, int]:
-    """Owner by matrix: candidates in turn; each list of candidates has a turn of its own."""
-    owners: dict[int, int] = {}
-    turns = Counter[tuple[int, ...]]()
-    for index in indices:
-        ranks = candidates[index]
-        owners[index] = ranks[turns[ranks] % len(ranks)]
-        turns[ranks] += 1
-    return owners
-
-
-def _least_loaded(
-    order: Sequence[int], candidates: Sequence[tuple[int, ...]], costs: Sequence[float]
-) -> dict[int, int]:
-    """Owner by matrix: for each in turn the earliest candidate with the least load so far."""
-    owners: dict[int, int] = {}
-    loads: dict[int, float] = defaultdict(float)
-    # Loads, places and ranks of each list of candidates, the least first.
-    heaps: dict[tuple[int, ...], list[tuple[float, int, int]]] = {}
+    order: Iterable[int] = range(len(matrices)) if indices is None else indices
+    jobs: dict[Ranks, list[Job]] = defaultdict(list)
+    loads: dict[Ranks, dict[int, float]] = defaultdict(partial(defaultdict, float))
+    # Of a set and its candidates the loads that were noted, with places and ranks of candidates.
+    heaps: dict[tuple[Ranks, Ranks], list[tuple[float, int, int]]] = {}
+    # Matrices of one layout share their regions, and are known by them: a thousand ranks are
+    # sorted, hashed and searched once for each layout.
+    layout = {index: id(matrices[index].regions_by_rank) for index in order}
+    known = {}
+    for key, matrix in {key: matrices[index] for index, key in layout.items()}.items():
+        ranks, candidates = tuple(sorted(matrix.ranks)), _candidates(matrix)
+        if (ranks, candidates) not in heaps:
+            heaps[ranks, candidates] = [(0.0, *pair) for pair in enumerate(candidates)]
+        known[key] = jobs[ranks], loads[ranks], heaps[ranks, candidates]
+    if ownership == "balanced":
+        # Those with few candidates, whose heap is short, come first.
+        keys = {i: (len(known[layout[i]][2]), -costs[i], matrices[i].name) for i in layout}
+        order = sorted(layout, key=keys.__getitem__)
+    sources: dict[tuple[int, int], Ranks] = {}
     for index in order:
-        ranks = candidates[index]
-        if ranks not in heaps:
-            heaps[ranks] = [(0.0, place, rank) for place, rank in enumerate(ranks)]
-        heap = heaps[ranks]
-        # Loads only grow: one that has grown since it was noted goes to its place.
-        while heap[0][0] < (load := loads[heap[0][2]]):
+        matrix, (own_jobs, own_loads, heap) = matrices[index], known[layout[index]]
+        # Loads only grow: a rank whose load has grown since it was noted moves down.
+        while heap[0][0] < (load := own_loads[heap[0][2]]):
             heapq.heapreplace(heap, (load, *heap[0][1:]))
-        owners[index] = heap[0][2]
-        loads[owners[index]] += costs[index]
-    return owners
+        owner = heap[0][2]
+        own_loads[owner] += costs[index] if ownership == "balanced" else 1.0
+        home = id(matrix.replicas), owner
+        if home not in sources:
+            sources[home] = next(replica for replica in matrix.replicas if owner in replica)
+        own_jobs.append(Job(index, owner, sources[home], matrix.ranks if returns else ()))
+    return {ranks: sorted(own, key=attrgetter("matrix")) for ranks, own in jobs.items()}
+
+
+def _candidates(matrix: Matrix) -> Ranks:
+    """Ranks that may own a matrix: those that hold it whole if there are any, else all."""
+    size = matrix.num_elements
+    whole = {rank for rank in matrix.regions_by_rank if matrix.num_held(rank) == size}
+    return tuple(filter(whole.__contains__, matrix.ranks)) if whole else matrix.ranks
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -54,14 +54,14 @@ def count(
         optimizer.step()
     assert bool(drawn) == observes
     expected = 0
-    jobs = assign(matrices, list(map(cost_of, matrices)))
+    (jobs,) = assign(matrices, list(map(cost_of, matrices))).values()
     for (source, _), volume in sent_by_pair(matrices, jobs, world_size).items():
         expected += BF16 * volume.elements * (source == rank)
     # Sampled matrices are gathered once more, in the dtype of momentum; nothing is delivered.
     sampled = [matrix for matrix in matrices if matrix.name in drawn]
-    jobs = assign(sampled, list(map(cost_of, sampled)))
-    for (source, _), volume in sent_by_pair(sampled, jobs, world_size).items():
-        expected += FP32 * volume.gathered * (source == rank)
+    for jobs in assign(sampled, list(map(cost_of, sampled))).values():
+        for (source, _), volume in sent_by_pair(sampled, jobs, world_size).items():
+            expected += FP32 * volume.gathered * (source == rank)
     return optimizer.metrics()["exchange/sent_bytes"], expected
 
 

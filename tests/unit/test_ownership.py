@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from amo_dist.config import OPERATOR_TYPES
+from amo_dist.distributed.layout import Matrix
 from amo_dist.distributed.plan import Job, assign
 from amo_dist.schedule.allocate import ns_step_flops
 from benchmarks import scale
@@ -17,6 +19,12 @@ from tests.layouts import Model, build, models
 
 few = settings(max_examples=40, deadline=None)
 OWNERSHIP = st.sampled_from(["round_robin", "balanced"])
+
+
+def owners_of(matrices: Sequence[Matrix], costs: list[float]) -> dict[int, int]:
+    """Owner by matrix; all matrices lie on one set of ranks."""
+    (jobs,) = assign(matrices, costs).values()
+    return {job.matrix: job.owner for job in jobs}
 
 
 def draw_costs(data: st.DataObject, count: int) -> list[float]:
@@ -28,7 +36,7 @@ def draw_costs(data: st.DataObject, count: int) -> list[float]:
 @given(models(), st.data(), OWNERSHIP)
 def test_each_matrix_has_one_owner(model: Model, data: st.DataObject, ownership: str) -> None:
     costs = draw_costs(data, len(model.matrices))
-    jobs = assign(model.matrices, costs, ownership=ownership)
+    (jobs,) = assign(model.matrices, costs, ownership=ownership).values()
     by_matrix: dict[int, list[Job]] = defaultdict(list)
     for job in jobs:
         by_matrix[job.matrix].append(job)
@@ -49,7 +57,7 @@ def test_balanced_gives_each_matrix_to_the_rank_with_the_least(
     model: Model, data: st.DataObject
 ) -> None:
     costs, matrices = draw_costs(data, len(model.matrices)), model.matrices
-    found = {job.matrix: job.owner for job in assign(matrices, costs)}
+    found = owners_of(matrices, costs)
     candidates = [
         [rank for rank in model.ranks if m.num_held(rank) == m.num_elements] or model.ranks
         for m in matrices
@@ -77,19 +85,26 @@ def test_no_rank_has_a_fifth_more_than_the_mean(
     steps = defaultdict(lambda: 5, zip(OPERATOR_TYPES, planned, strict=True))
     costs = [float(steps[info.operator_type] * ns_step_flops(*info.shape)) for info in registry]
     loads = Counter[int]()
-    for job in assign(matrices, costs):
-        loads[job.owner] += costs[job.matrix]
+    for index, owner in owners_of(matrices, costs).items():
+        loads[owner] += costs[index]
     assert max(loads.values()) <= 1.2 * sum(costs) / ranks
 
 
 def test_a_matrix_goes_to_a_rank_that_holds_it_whole() -> None:
     # One row: torch.chunk gives it to the first rank.
     model = build("fsdp", torch.arange(4), [(1, 8), (8, 8), (1, 8)])
-    owners = [job.owner for job in assign(model.matrices, [1.0, 9.0, 1.0])]
-    assert owners == [0, 1, 0]
+    assert owners_of(model.matrices, [1.0, 9.0, 1.0]) == {0: 0, 1: 1, 2: 0}
 
 
 def test_balanced_evens_out_unequal_costs() -> None:
     model = build("fsdp", torch.arange(2), [(8, 8)] * 4)
-    jobs = assign(model.matrices, [3.0, 1.0, 1.0, 1.0])
-    assert [job.owner for job in jobs] == [0, 1, 1, 1]
+    assert owners_of(model.matrices, [3.0, 1.0, 1.0, 1.0]) == {0: 0, 1: 1, 2: 1, 3: 1}
+
+
+def test_sets_of_ranks_are_assigned_apart() -> None:
+    first, second = (
+        build("fsdp", mesh, [(8, 8)] * 3) for mesh in (torch.arange(4), torch.arange(2, 4).flip(0))
+    )
+    jobs = assign((*first.matrices, *second.matrices), [1.0] * 6)
+    owners = {ranks: [(job.matrix, job.owner) for job in own] for ranks, own in jobs.items()}
+    assert owners == {(0, 1, 2, 3): [(0, 0), (1, 1), (2, 2)], (2, 3): [(3, 3), (4, 2), (5, 3)]}

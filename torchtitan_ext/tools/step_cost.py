@@ -5,6 +5,7 @@ Seconds are not predicted: they depend on the machine.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -72,7 +73,8 @@ class StepCost:
             float(count * ns_step_flops(*info.shape))
             for count, info in zip(counts, registry, strict=True)
         ]
-        self.jobs: Sequence[Job] = assign(matrices, costs, ownership=config.ownership)
+        jobs = assign(matrices, costs, ownership=config.ownership).values()
+        self.jobs: Sequence[Job] = [*itertools.chain(*jobs)]
         self.flops = torch.zeros(num_ranks, dtype=torch.float64)
         for job in self.jobs:
             self.flops[job.owner] += costs[job.matrix]
