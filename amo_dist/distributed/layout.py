@@ -216,7 +216,7 @@ def mesh_layout(
     Raises:
         ValueError: A placement is of another kind.
     """
-    ranks = tuple(int(rank) for rank in mesh.flatten().tolist())
+    ranks = tuple(mesh.flatten().tolist())
     return _mesh_layout(tuple(shape), tuple(mesh.shape), ranks, tuple(placements))
 
 
@@ -323,6 +323,15 @@ def flattened_layout(layout: TensorLayout) -> TensorLayout:
 
 
 @functools.lru_cache(maxsize=4096)
+def _ranks_by_first_cut(layout: TensorLayout) -> Mapping[tuple[Interval, ...], Sequence[int]]:
+    """Ranks by their intervals of the first dim: few of many ranks hold any of one expert."""
+    ranks: dict[tuple[Interval, ...], list[int]] = defaultdict(list)
+    for rank, (intervals, *_) in layout.intervals_by_rank.items():
+        ranks[intervals].append(rank)
+    return ranks
+
+
+@functools.lru_cache(maxsize=4096)
 def _view(
     layout: TensorLayout, boxes: tuple[Box, ...], dim: int
 ) -> tuple[tuple[int, int], Mapping[int, tuple[Region, ...]]]:
@@ -332,8 +341,11 @@ def _view(
     for box in boxes:
         (top, bottom), (left, right) = box[-2:]
         shape = [bottom - top, right - left]
-        for rank, local in layout.intervals_by_rank.items():
-            regions[rank] += _box_regions(box, (origin[0], origin[1]), local)
+        for intervals, ranks in _ranks_by_first_cut(layout).items():
+            if any(_overlaps(box[0], intervals)):
+                for rank in ranks:
+                    local = layout.intervals_by_rank[rank]
+                    regions[rank] += _box_regions(box, (origin[0], origin[1]), local)
         origin[dim] += shape[dim]
     shape[dim] = origin[dim]
     return (shape[0], shape[1]), {rank: tuple(held) for rank, held in regions.items() if held}
