@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
+from amo_dist.distributed.layout import Matrix
 from amo_dist.distributed.ranks import (
     Membership,
     RankMismatchError,
@@ -20,10 +21,10 @@ from amo_dist.distributed.ranks import (
     members,
     this_rank,
 )
-from amo_dist.engine.parameters import Parameters
+from amo_dist.engine.parameters import Param, Parameters
 from amo_dist.schedule.types import MatrixInfo
 
-# A parameter as ranks exchange it: its ranks, and the fields of its matrices.
+# Matrices as ranks exchange them: the ranks that hold them, and the fields of each.
 Listed: TypeAlias = tuple[Sequence[int], Sequence[Sequence[Any]]]
 
 
@@ -74,20 +75,25 @@ def agree_on_world(
         RankMismatchError: On every rank; names the rank and the parameter or field that differs.
     """
     params = parameters.params
-    matrices: list[list[tuple[Any, ...]]] = [[] for _ in params]
+    matrices: list[list[Matrix]] = [[] for _ in params]
+    listed: list[list[tuple[Any, ...]]] = [[] for _ in params]
     for matrix, *fields in zip(parameters.matrices, parameters.operator_types, rates, strict=True):
-        matrices[matrix.param].append((matrix.name, matrix.shape, *fields))
+        matrices[matrix.param].append(matrix)
+        listed[matrix.param].append((matrix.name, matrix.shape, *fields))
     lines: dict[Ranks, list[str]] = defaultdict(list)
-    for param, own in zip(params, matrices, strict=True):
+    # Ranks are listed once for all parameters on them: the text would be mostly ranks otherwise.
+    listed_by_ranks: dict[Ranks, list[tuple[Any, ...]]] = defaultdict(list)
+    for param, own in zip(params, listed, strict=True):
         cuts = f"cut by {fingerprint56(str(param.views))}" if param.views else "adamw"
         structure = f"{param.tensor.dtype}, {param.layout.key}, {own} {cuts}"
         line = f"{param.name}: {structure}, {hyperparameters[param.group]}"
         lines[param.layout.ranks].append(line)
-    gradient_ranks = [_ranks_with_gradients(parameters, index) for index in range(len(params))]
+        listed_by_ranks[param.layout.ranks] += own
+    gradient_ranks = list(map(_ranks_with_gradients, params, matrices))
     values = {
         "texts": [(ranks, "\n".join(alike)) for ranks, alike in lines.items()],
         "sets": sorted({ranks for ranks in gradient_ranks if len(ranks) > 1}),
-        "matrices": [(p.layout.ranks, own) for p, own in zip(params, matrices, strict=True)],
+        "matrices": [*listed_by_ranks.items()],
     }
     by_rank = gather_json(values, group)
     compare("parameters", {rank: gathered["texts"] for rank, gathered in by_rank.items()})
@@ -106,19 +112,18 @@ def agree_on_world(
     )
 
 
-def _ranks_with_gradients(parameters: Parameters, index: int) -> Ranks:
-    """Ranks that must have a gradient of a parameter if this rank has one.
+def _ranks_with_gradients(param: Param, matrices: Sequence[Matrix]) -> Ranks:
+    """Ranks that must have a gradient of a parameter, with these matrices, if this rank has one.
 
     These are all that hold the parameter. But a stack of experts, each whole on its rank, is not
     gathered: ranks whose experts saw no token may lack its gradient.
     """
-    param, rank = parameters.params[index], this_rank()
+    rank = this_rank()
     if not param.views or param.tensor.dim() != 3:
         return param.layout.ranks
-    own = [matrix for matrix in parameters.matrices if matrix.param == index]
-    if any(m.num_held(r) < m.num_elements for m in own for r in m.regions_by_rank):
+    if any(m.num_held(r) < m.num_elements for m in matrices for r in m.regions_by_rank):
         return param.layout.ranks
-    holders = {tuple(sorted(m.regions_by_rank)) for m in own if rank in m.regions_by_rank}
+    holders = {tuple(sorted(m.regions_by_rank)) for m in matrices if rank in m.regions_by_rank}
     return holders.pop() if len(holders) == 1 else (rank,)
 
 
@@ -126,7 +131,7 @@ def registry_of(by_rank: Iterable[Sequence[Listed]]) -> tuple[MatrixInfo, ...]:
     """Every matrix of the world, sorted by name; plain tensors on several ranks may share one.
 
     Args:
-        by_rank: All parameters of each rank.
+        by_rank: All matrices of each rank.
 
     Raises:
         RankMismatchError: One name stands for two matrices.
@@ -136,7 +141,7 @@ def registry_of(by_rank: Iterable[Sequence[Listed]]) -> tuple[MatrixInfo, ...]:
         for name, (m, n), *fields in matrices:
             info = MatrixInfo(name, (m, n), *fields)
             first, expected = registry.setdefault(name, (ranks[0], info))
-            if info != expected:
+            if info is not expected and info != expected:
                 raise RankMismatchError(
                     f"{name}: rank {first} has {expected}; rank {ranks[0]} has {info}"
                 )
