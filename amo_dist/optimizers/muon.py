@@ -65,11 +65,13 @@ class _Decision(NamedTuple):
 
     Attributes:
         version: Version of the source; see `Source.version`.
+        keys: Key of each matrix of this process; see `Source.key`.
         schedules: Schedule of each matrix of this process.
         digest: Digest of the settings, of the source's state and of the schedules of all matrices.
     """
 
     version: int
+    keys: Sequence[str]
     schedules: Sequence[Schedule]
     digest: str
 
@@ -314,13 +316,16 @@ class Muon(torch.optim.Optimizer):
         if self._decision is not None and self._decision.version == version:
             return self._decision
         by_key = source.schedules(step)
-        infos = {info.name: info for info in self._engine.world.registry}
-        matrices = self._engine.parameters.matrices
-        schedules = [by_key[source.key(infos[matrix.name])] for matrix in matrices]
+        if self._decision is not None:
+            keys = self._decision.keys
+        else:
+            infos = {info.name: info for info in self._engine.world.registry}
+            keys = [source.key(infos[matrix.name]) for matrix in self._engine.parameters.matrices]
+        schedules = list(map(by_key.__getitem__, keys))
         digests = {key: schedule.digest() for key, schedule in by_key.items()}
         values = {"config": self.config.to_dict(), "schedules": digests, "source": source.state()}
         digest = hashlib.sha256(controls.to_text(values).encode()).hexdigest()
-        self._decision = _Decision(version, schedules, digest)
+        self._decision = _Decision(version, keys, schedules, digest)
         return self._decision
 
     def _record(self, step: int, observed: Mapping[str, Measurement]) -> None:
