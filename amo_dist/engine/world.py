@@ -40,6 +40,7 @@ class World:
         gradient_ranks: Ranks that must have a gradient alike, for each parameter of this process;
             this rank alone for one that others need not have.
         rank_sets: All sets of several such ranks in the world, sorted.
+        names_by_ranks: Names of the matrices of this process, by the set of ranks that shares them.
         groups_by_ranks: Process group of each set of ranks that shares parameters with this one.
         shares_all: Whether every rank shares every parameter, as under DDP and FSDP; False on a
             single process.
@@ -51,6 +52,7 @@ class World:
     ranks: tuple[int, ...]
     gradient_ranks: tuple[Ranks, ...]
     rank_sets: tuple[Ranks, ...]
+    names_by_ranks: Mapping[Ranks, Sequence[str]]
     groups_by_ranks: Mapping[Ranks, dist.ProcessGroup | None]
     shares_all: bool
 
@@ -74,22 +76,22 @@ def agree_on_world(
     Raises:
         RankMismatchError: On every rank; names the rank and the parameter or field that differs.
     """
-    params = parameters.params
-    matrices: list[list[Matrix]] = [[] for _ in params]
-    listed: list[list[tuple[Any, ...]]] = [[] for _ in params]
-    for matrix, *fields in zip(parameters.matrices, parameters.operator_types, rates, strict=True):
-        matrices[matrix.param].append(matrix)
-        listed[matrix.param].append((matrix.name, matrix.shape, *fields))
+    rows = zip(parameters.matrices, parameters.operator_types, rates, strict=True)
     lines: dict[Ranks, list[str]] = defaultdict(list)
     # Ranks are listed once for all parameters on them: the text would be mostly ranks otherwise.
     listed_by_ranks: dict[Ranks, list[tuple[Any, ...]]] = defaultdict(list)
-    for param, own in zip(params, listed, strict=True):
+    names_by_ranks: dict[Ranks, list[str]] = defaultdict(list)
+    gradient_ranks = []
+    for param in parameters.params:
+        own = list(itertools.islice(rows, len(param.views)))
+        matrices, listed = [row[0] for row in own], [(m.name, m.shape, *rest) for m, *rest in own]
         cuts = f"cut by {fingerprint56(str(param.views))}" if param.views else "adamw"
-        structure = f"{param.tensor.dtype}, {param.layout.key}, {own} {cuts}"
+        structure = f"{param.tensor.dtype}, {param.layout.key}, {listed} {cuts}"
         line = f"{param.name}: {structure}, {hyperparameters[param.group]}"
         lines[param.layout.ranks].append(line)
-        listed_by_ranks[param.layout.ranks] += own
-    gradient_ranks = list(map(_ranks_with_gradients, params, matrices))
+        listed_by_ranks[param.layout.ranks] += listed
+        names_by_ranks[tuple(sorted(param.layout.ranks))] += [matrix.name for matrix in matrices]
+        gradient_ranks.append(_ranks_with_gradients(param, matrices))
     values = {
         "texts": [(ranks, "\n".join(alike)) for ranks, alike in lines.items()],
         "sets": sorted({ranks for ranks in gradient_ranks if len(ranks) > 1}),
@@ -107,7 +109,8 @@ def agree_on_world(
         ranks=members(group),
         gradient_ranks=tuple(gradient_ranks),
         rank_sets=tuple(sorted({tuple(r) for gathered in distinct for r in gathered["sets"]})),
-        groups_by_ranks=membership.groups({tuple(sorted(ranks)) for ranks in lines}, group),
+        names_by_ranks=names_by_ranks,
+        groups_by_ranks=membership.groups(names_by_ranks, group),
         shares_all=len(by_rank) > 1 and num_holders == {len(by_rank)},
     )
 
