@@ -105,7 +105,9 @@ class MuonConfig:
         nesterov: Matrix to orthogonalize: ``G + c * B`` for a number ``c`` in [0, 10], which true
             sets to ``momentum``; ``B`` for false.
         ns_dtype: Dtype of the Newton-Schulz iterates and products, a name or PyTorch's own.
-            ``auto``: ``bfloat16``, or ``float32`` on CPUs, of which many compute bfloat16 slowly.
+            ``auto``: ``bfloat16``, or ``float32`` on a CPU without units for bfloat16 (AVX512-BF16,
+            AMX-BF16, Arm's BF16), which takes many times as long for it; a run that resumes keeps
+            that of its checkpoint.
         update_norm: Frobenius norm of the orthogonalized matrix: ``as_is`` keeps the result of
             Newton-Schulz, which is smaller after fewer steps; ``exact`` scales it to the norm of an
             exact polar factor, ``sqrt(min(m, n))``, by a factor of at most 2. AMO's default is
@@ -186,11 +188,15 @@ class MuonConfig:
         """Factor of the update besides the one that ``adjust_lr`` takes from its shape."""
         return 0.2 if self.adjust_lr == "match_rms_adamw" else 1.0
 
-    def on_device(self: _Config, device: str) -> _Config:
-        """Settings with the dtypes in force on a kind of device, in place of ``auto`` and None."""
+    def in_force(self: _Config, *, has_bfloat16: bool) -> _Config:
+        """Settings with the dtypes in force, in place of ``auto`` and None.
+
+        Args:
+            has_bfloat16: Whether the device computes in bfloat16.
+        """
         ns_dtype = self.ns_dtype
         if ns_dtype == "auto":
-            ns_dtype = "float32" if device == "cpu" else "bfloat16"
+            ns_dtype = "bfloat16" if has_bfloat16 else "float32"
         wire_dtype = self.wire_dtype or ("bfloat16" if ns_dtype == "float16" else ns_dtype)
         return dataclasses.replace(self, ns_dtype=ns_dtype, wire_dtype=wire_dtype)
 

@@ -41,6 +41,7 @@ from amo_dist.engine.parameters import (
 from amo_dist.engine.rule import UpdateRule
 from amo_dist.engine.step import Engine, Orders
 from amo_dist.engine.world import World, agree_on_world
+from amo_dist.kernels.newton_schulz import has_bfloat16
 from amo_dist.operators.patterns import format_patterns
 from amo_dist.schedule.plan import Plan
 from amo_dist.schedule.source import Source, as_source
@@ -175,7 +176,7 @@ class Muon(torch.optim.Optimizer):
     def _assemble(self, state: ScheduleState, parameters: Parameters | None = None) -> None:
         """Make the engine, which goes on from a state of schedules."""
         parameters = parameters or lay_out(self.param_groups, self._structure)
-        config = state.config.on_device(parameters.matrix_device.type)
+        config = state.config.in_force(has_bfloat16=has_bfloat16(parameters.matrix_device))
         self.defaults |= {"momentum": config.momentum, "nesterov": config.nesterov}
         self._engine = Engine(
             parameters,
@@ -591,7 +592,7 @@ class Muon(torch.optim.Optimizer):
 
     def _restored(self, record: Mapping[str, Any]) -> ScheduleState:
         """A state from `control_state_dict`'s values, after all checks; changes nothing."""
-        state = controls.restore(record, self._schedule_state)
+        state = controls.restore(record, self._schedule_state, self._dtypes)
         self.rule_class(state.config)  # refuses settings
         return state
 

@@ -65,7 +65,7 @@ class StepCost:
         config: MuonConfig | None = None,
     ) -> None:
         self._matrices = matrices
-        self._config = config = (config or MuonConfig()).on_device("cuda")
+        self._config = config = (config or MuonConfig()).in_force(has_bfloat16=True)
         assert config.wire_dtype is not None
         self._wire = getattr(torch, config.wire_dtype).itemsize
         counts = [steps[info.operator_type] for info in registry]
