@@ -194,8 +194,8 @@ def plan_exchange(
 
 def _is_local(job: Job, matrix: Matrix) -> bool:
     """Whether the owner has nothing to gather and nothing to send back."""
-    others = {*job.sources, *job.targets} - {job.owner}
-    return matrix.regions_by_rank.keys().isdisjoint(others)
+    others = matrix.regions_by_rank.keys() - {job.owner}
+    return others.isdisjoint(job.sources) and others.isdisjoint(job.targets)
 
 
 def _group(jobs: Sequence[Job], matrices: Sequence[Matrix], most_elements: int) -> list[list[Job]]:
