@@ -51,7 +51,7 @@ _CHOICES: Mapping[str, Sequence[object]] = {
     "bfloat16_params": ("nearest", "master"),
     # Matrices travel before they are scaled, when 1e-20 would vanish in float16.
     "wire_dtype": (None, "bfloat16", "float32", "float64"),
-    "ownership": ("round_robin", "balanced"),
+    "ownership": ("balanced", "round_robin"),
     "ns_kernels": ("auto", "torch", "quack"),
     "nonfinite": ("error", "skip_step"),
     "on_config_change": ("error", "keep_checkpoint", "replan"),
@@ -105,7 +105,9 @@ class MuonConfig:
         nesterov: Matrix to orthogonalize: ``G + c * B`` for a number ``c`` in [0, 10], which true
             sets to ``momentum``; ``B`` for false.
         ns_dtype: Dtype of the Newton-Schulz iterates and products, a name or PyTorch's own.
-            ``auto``: ``bfloat16``, or ``float32`` on CPUs, of which many compute bfloat16 slowly.
+            ``auto``: ``bfloat16``, or ``float32`` on a CPU without units for bfloat16 (AVX512-BF16,
+            AMX-BF16, Arm's BF16), which takes many times as long for it; a run that resumes keeps
+            that of its checkpoint.
         update_norm: Frobenius norm of the orthogonalized matrix: ``as_is`` keeps the result of
             Newton-Schulz, which is smaller after fewer steps; ``exact`` scales it to the norm of an
             exact polar factor, ``sqrt(min(m, n))``, by a factor of at most 2. AMO's default is
@@ -122,8 +124,9 @@ class MuonConfig:
         wire_dtype: Dtype in which ranks send matrices: momentum to the owner, and results back; a
             name or PyTorch's own. None: ``ns_dtype``, or ``bfloat16`` if ``ns_dtype`` is
             ``float16``, because momentum can overflow float16.
-        ownership: Assignment of matrices to owner ranks: ``round_robin``, or ``balanced``, which
-            gives the matrix of most flops first to the rank with the least work.
+        ownership: Assignment of matrices to owner ranks. ``balanced``: in the order of their flops,
+            the greatest first, each to the rank with the least work so far; ``round_robin``: to the
+            ranks in turn.
         bucket_bytes: Approximate bytes of the matrices that one exchange sends together; a larger
             matrix is sent alone. Smaller buckets need less memory and overlap better, larger ones
             need fewer launches.
@@ -154,7 +157,7 @@ class MuonConfig:
     cautious_decay: bool = False
     bfloat16_params: str = "nearest"
     wire_dtype: str | None = None
-    ownership: str = "round_robin"
+    ownership: str = "balanced"
     bucket_bytes: int = 128 * 2**20
     ns_kernels: str = "auto"
     nonfinite: str = "error"
@@ -185,11 +188,15 @@ class MuonConfig:
         """Factor of the update besides the one that ``adjust_lr`` takes from its shape."""
         return 0.2 if self.adjust_lr == "match_rms_adamw" else 1.0
 
-    def on_device(self: _Config, device: str) -> _Config:
-        """Settings with the dtypes in force on a kind of device, in place of ``auto`` and None."""
+    def in_force(self: _Config, *, has_bfloat16: bool) -> _Config:
+        """Settings with the dtypes in force, in place of ``auto`` and None.
+
+        Args:
+            has_bfloat16: Whether the device computes in bfloat16.
+        """
         ns_dtype = self.ns_dtype
         if ns_dtype == "auto":
-            ns_dtype = "float32" if device == "cpu" else "bfloat16"
+            ns_dtype = "bfloat16" if has_bfloat16 else "float32"
         wire_dtype = self.wire_dtype or ("bfloat16" if ns_dtype == "float16" else ns_dtype)
         return dataclasses.replace(self, ns_dtype=ns_dtype, wire_dtype=wire_dtype)
 

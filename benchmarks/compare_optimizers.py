@@ -67,16 +67,16 @@ def build_optimizers(
     name: str, model: nn.Module, rate: float, steps: int
 ) -> list[torch.optim.Optimizer]:
     """The optimizers that train a model together."""
-    from amo_dist import AMO, AMOConfig, make_optimizer, param_groups
+    from amo_dist import AMO, AMOConfig, MuonConfig, make_optimizer, param_groups
 
     options: dict[str, Any] = {"lr": rate, "weight_decay": SETTINGS.weight_decay}
     if name == "AdamW":
         return [torch.optim.AdamW(model.parameters(), betas=BETAS, **options)]
     groups = param_groups(model)
     if name == "AMO":
-        return [AMO(groups, config=AMOConfig.for_run(steps), **options)]
+        return [AMO(groups, config=AMOConfig.for_run(steps, ns_dtype="float32"), **options)]
     if name == "Muon-PE":
-        return [make_optimizer(name, groups, **options)]
+        return [make_optimizer(name, groups, config=MuonConfig(ns_dtype="float32"), **options)]
     matrices, others = ([param for _, param in group["params"]] for group in groups)
     muon = torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", momentum=0.95, **options)
     return [muon, torch.optim.AdamW(others, betas=BETAS, **options)]

@@ -9,12 +9,22 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tests.distributed.harness import Ranks
+from amo_dist.kernels.newton_schulz import has_bfloat16
+from amo_dist.optimizers import muon
+from tests.distributed.harness import Ranks, compute_in_float32
 
 # No test depends on how long something takes.
 SLOW = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("unhurried", settings(), **SLOW)
 settings.load_profile("unhurried")
+
+compute_in_float32()
+
+
+@pytest.fixture
+def cpu_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``ns_dtype = "auto"`` asks the CPU, as outside of tests."""
+    monkeypatch.setattr(muon, "has_bfloat16", has_bfloat16)
 
 
 @pytest.fixture(scope="session")

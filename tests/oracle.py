@@ -46,7 +46,7 @@ class Oracle:
     ) -> None:
         self.params = dict(params)
         self.types = dict(types)
-        self.config = config.on_device("cpu")
+        self.config = config.in_force(has_bfloat16=False)
         self.lr, self.weight_decay = lr, weight_decay
         self.schedules = dict(schedules or {})
         self.buffers = {name: torch.zeros_like(params[name], dtype=torch.float32) for name in types}

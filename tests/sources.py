@@ -39,11 +39,10 @@ def distance(sigmas: Sequence[float], schedule: Schedule, exact_norm: bool = Fal
     """The mean squared distance to the polar factor that a schedule leaves, in plain Python."""
     norm = schedule.norm_scale * math.hypot(*sigmas)
     images = [schedule.image(sigma / norm) for sigma in sigmas]
-    if exact_norm and any(images):
-        # As the specification has it: the error of the direction alone.
-        factor = math.sqrt(len(images) / sum(y * y for y in images))
-        return 2 * (1 - sum(y * factor for y in images) / len(images))
-    return sum((y - 1) ** 2 for y in images) / len(images)
+    factor, norm = 1.0, math.hypot(*images)
+    if exact_norm and norm:
+        factor = min(2.0, math.sqrt(len(images)) / norm)
+    return sum((factor * y - 1) ** 2 for y in images) / len(images)
 
 
 def amo(config: AMOConfig = PAPER) -> Amo:

@@ -210,7 +210,7 @@ def mesh_layout(
     Raises:
         ValueError: A placement is of another kind.
     """
-    ranks = tuple(int(rank) for rank in mesh.flatten().tolist())
+    ranks = tuple(mesh.flatten().tolist())
     return _mesh_layout(tuple(shape), tuple(mesh.shape), ranks, tuple(placements))
 
 
@@ -321,6 +321,15 @@ def flattened_layout(layout: TensorLayout) -> TensorLayout:
 
 
 @functools.lru_cache(maxsize=4096)
+def _ranks_by_first_cut(layout: TensorLayout) -> Mapping[tuple[Interval, ...], Sequence[int]]:
+    """Ranks by their intervals of the first dim: few of many ranks hold any of one expert."""
+    ranks: dict[tuple[Interval, ...], list[int]] = defaultdict(list)
+    for rank, (intervals, *_) in layout.intervals_by_rank.items():
+        ranks[intervals].append(rank)
+    return ranks
+
+
+@functools.lru_cache(maxsize=4096)
 def _view(
     layout: TensorLayout, boxes: tuple[Box, ...], dim: int
 ) -> tuple[tuple[int, int], Mapping[int, tuple[Region, ...]], Mapping[int, tuple[Region, ...]]]:
@@ -334,13 +343,18 @@ def _view(
     for box in boxes:
         (top, bottom), (left, right) = box[-2:]
         shape = [bottom - top, right - left]
-        for rank, local in layout.intervals_by_rank.items():
-            for region in _box_regions(box, (origin[0], origin[1]), local):
-                *others, rows, columns = region.source_shape
-                if region.num_elements:
-                    regions[rank].append(region)
-                elif all((*others, (rows, columns)[dim])):
-                    empty[rank].append(region)
+        for intervals, ranks in _ranks_by_first_cut(layout).items():
+            # Ranks without any part of the first dim may have regions without elements.
+            if intervals and not any(_overlaps(box[0], intervals)):
+                continue
+            for rank in ranks:
+                local = layout.intervals_by_rank[rank]
+                for region in _box_regions(box, (origin[0], origin[1]), local):
+                    *others, rows, columns = region.source_shape
+                    if region.num_elements:
+                        regions[rank].append(region)
+                    elif all((*others, (rows, columns)[dim])):
+                        empty[rank].append(region)
         origin[dim] += shape[dim]
     shape[dim] = origin[dim]
     by_rank = [{rank: tuple(own) for rank, own in held.items()} for held in (regions, empty)]

@@ -9,12 +9,15 @@ that every rank of the mesh has work in every bucket, and the buckets in flight 
 from __future__ import annotations
 
 import dataclasses
+import heapq
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import TypeAlias
 
 from amo_dist.distributed.layout import Matrix, Region
+from amo_dist.distributed.ranks import Ranks
 
 # Index of a matrix, and a region of it.
 Held: TypeAlias = tuple[int, Region]
@@ -44,9 +47,9 @@ def assign(
     costs: Sequence[float],
     *,
     indices: Sequence[int] | None = None,
-    ownership: str = "round_robin",
+    ownership: str = "balanced",
     returns: bool = True,
-) -> list[Job]:
+) -> dict[Ranks, list[Job]]:
     """Assign matrices to owner ranks, separately for each set of ranks that shares some.
 
     A rank that belongs to several sets must compute the same owners as ranks that know one set
@@ -55,76 +58,60 @@ def assign(
     A matrix that one rank holds whole, such as an expert sharded on its first dim, goes to such a
     rank, and nothing need be gathered.
 
+    Plain round robin resonates with the few shapes that a model repeats from layer to layer: where
+    they divide the ranks, one rank gets the largest of them each time.
+
     Args:
         matrices: Matrices, in the order in which round robin assigns them.
         costs: Flops of each matrix, with its schedule of this moment.
         indices: Indices of the matrices to assign; None for all.
-        ownership: ``round_robin``, or ``balanced``: the longest job first to the rank with the
-            least work, ties by name, unless round robin's greatest load is as low; loads are those
-            of the set.
+        ownership: ``balanced``: in the order of their costs, greatest first, ties by name, each
+            matrix goes to the rank with the least work in the set so far; those that few ranks may
+            own come first, and the others fill up around them. ``round_robin``: in their order, to
+            the rank with the fewest.
         returns: Whether owners send results back; False where matrices are only measured.
 
     Returns:
-        A job for each of ``indices``, in their order.
+        Jobs by set of ranks, sorted; those of a set in the order of their indices.
     """
-    by_ranks: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    for index in range(len(matrices)) if indices is None else indices:
-        by_ranks[tuple(sorted(matrices[index].ranks))].append(index)
-    # Matrices of one layout share their regions: on a thousand ranks candidates are sought once.
-    by_layout = {id(matrix.regions_by_rank): matrix for matrix in matrices}
-    known = {key: _candidates(matrix) for key, matrix in by_layout.items()}
-    candidates = [known[id(matrix.regions_by_rank)] for matrix in matrices]
-    owners: dict[int, int] = {}
-    for own in by_ranks.values():
-        choices = [_round_robin(own, candidates)]
-        if ownership == "balanced":
-            # Matrices with one candidate come first: the others fill up around them.
-            order = sorted(own, key=lambda i: (len(candidates[i]) > 1, -costs[i], matrices[i].name))
-            choices.append(_least_loaded(order, candidates, costs))
-        owners |= min(choices, key=partial(greatest_load, costs=costs))
-    jobs = []
-    for index in sorted(owners):
-        matrix, owner = matrices[index], owners[index]
-        sources = next(replica for replica in matrix.replicas if owner in replica)
-        jobs.append(Job(index, owner, sources, matrix.ranks if returns else ()))
-    return jobs
-
-
-def greatest_load(owners: Mapping[int, int], costs: Sequence[float]) -> float:
-    """Summed cost of the matrices of the busiest rank, of owners by matrix."""
-    loads: dict[int, float] = defaultdict(float)
-    for index, owner in owners.items():
-        loads[owner] += costs[index]
-    return max(loads.values())
-
-
-def _candidates(matrix: Matrix) -> tuple[int, ...]:
-    """Ranks that may own a matrix: those that hold it whole if there are any, else all."""
-    whole = (rank for rank in matrix.ranks if matrix.num_held(rank) == matrix.num_elements)
-    return tuple(whole) or tuple(matrix.ranks)
-
-
-def _round_robin(indices: Sequence[int], candidates: Sequence[tuple[int, ...]]) -> dict[int, int]:
-    """Owner by matrix: candidates in turn; each list of candidates has a turn of its own."""
-    owners: dict[int, int] = {}
-    turns = Counter[tuple[int, ...]]()
-    for index in indices:
-        ranks = candidates[index]
-        owners[index] = ranks[turns[ranks] % len(ranks)]
-        turns[ranks] += 1
-    return owners
-
-
-def _least_loaded(
-    order: Sequence[int], candidates: Sequence[tuple[int, ...]], costs: Sequence[float]
-) -> dict[int, int]:
-    """Owner by matrix: for each in turn the earliest candidate with the least load so far."""
-    owners: dict[int, int] = {}
-    loads: dict[int, float] = defaultdict(float)
+    order: Iterable[int] = range(len(matrices)) if indices is None else indices
+    jobs: dict[Ranks, list[Job]] = defaultdict(list)
+    loads: dict[Ranks, dict[int, float]] = defaultdict(partial(defaultdict, float))
+    # Of a set and its candidates the loads that were noted, with places and ranks of candidates.
+    heaps: dict[tuple[Ranks, Ranks], list[tuple[float, int, int]]] = {}
+    # Matrices of one layout share their regions, and are known by them: a thousand ranks are
+    # sorted, hashed and searched once for each layout.
+    layout = {index: id(matrices[index].regions_by_rank) for index in order}
+    known = {}
+    for key, matrix in {key: matrices[index] for index, key in layout.items()}.items():
+        ranks, candidates = tuple(sorted(matrix.ranks)), _candidates(matrix)
+        if (ranks, candidates) not in heaps:
+            heaps[ranks, candidates] = [(0.0, *pair) for pair in enumerate(candidates)]
+        known[key] = jobs[ranks], loads[ranks], heaps[ranks, candidates]
+    if ownership == "balanced":
+        # Those with few candidates, whose heap is short, come first.
+        keys = {i: (len(known[layout[i]][2]), -costs[i], matrices[i].name) for i in layout}
+        order = sorted(layout, key=keys.__getitem__)
+    sources: dict[tuple[int, int], Ranks] = {}
     for index in order:
-        owners[index] = min(candidates[index], key=loads.__getitem__)
-        loads[owners[index]] += costs[index]
-    return owners
+        matrix, (own_jobs, own_loads, heap) = matrices[index], known[layout[index]]
+        # Loads only grow: a rank whose load has grown since it was noted moves down.
+        while heap[0][0] < (load := own_loads[heap[0][2]]):
+            heapq.heapreplace(heap, (load, *heap[0][1:]))
+        owner = heap[0][2]
+        own_loads[owner] += costs[index] if ownership == "balanced" else 1.0
+        home = id(matrix.replicas), owner
+        if home not in sources:
+            sources[home] = next(replica for replica in matrix.replicas if owner in replica)
+        own_jobs.append(Job(index, owner, sources[home], matrix.ranks if returns else ()))
+    return {ranks: sorted(own, key=attrgetter("matrix")) for ranks, own in jobs.items()}
+
+
+def _candidates(matrix: Matrix) -> Ranks:
+    """Ranks that may own a matrix: those that hold it whole if there are any, else all."""
+    size = matrix.num_elements
+    whole = {rank for rank in matrix.regions_by_rank if matrix.num_held(rank) == size}
+    return tuple(filter(whole.__contains__, matrix.ranks)) if whole else matrix.ranks
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -207,8 +194,8 @@ def plan_exchange(
 
 def _is_local(job: Job, matrix: Matrix) -> bool:
     """Whether the owner has nothing to gather and nothing to send back."""
-    others = {*job.sources, *job.targets} - {job.owner}
-    return matrix.regions_by_rank.keys().isdisjoint(others)
+    others = matrix.regions_by_rank.keys() - {job.owner}
+    return others.isdisjoint(job.sources) and others.isdisjoint(job.targets)
 
 
 def _group(jobs: Sequence[Job], matrices: Sequence[Matrix], most_elements: int) -> list[list[Job]]:

@@ -194,14 +194,13 @@ class MatrixSums:
 
     def _add_up(self, totals: dict[str, Tensor]) -> None:
         """Add totals up over ranks, in place: one vector for each set of ranks."""
-        number, matrices = self._num_calls, self._parameters.matrices
-        device = self._parameters.matrix_device
+        number, device = self._num_calls, self._parameters.matrix_device
         self._num_calls, self._num_left = number + 1, self._num_left - 1
         try:
             with record_function("amo::sums"):
                 for ranks, group in self._world.groups_by_ranks.items():
-                    alike = [m for m in matrices if tuple(sorted(m.ranks)) == ranks]
-                    names = [m.name for m in alike if self._sizes[m.name][number]]
+                    alike = self._world.names_by_ranks[ranks]
+                    names = [name for name in alike if self._sizes[name][number]]
                     if group is None or not names:
                         continue
                     sizes = [self._sizes[name][number] for name in names]

@@ -744,7 +744,7 @@ class Engine:
         for ranks, group in world.groups_by_ranks.items():
             plan = plan_exchange(
                 matrices,
-                [job for job in jobs if tuple(sorted(matrices[job.matrix].ranks)) == ranks],
+                jobs.get(ranks, ()),
                 rank=world.rank,
                 peers=ranks if group is None else dist.get_process_group_ranks(group),
                 itemsize=dtype.itemsize,

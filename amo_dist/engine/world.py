@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
+from amo_dist.distributed.layout import Matrix, TensorLayout
 from amo_dist.distributed.ranks import (
     Membership,
     RankMismatchError,
@@ -27,11 +28,11 @@ from amo_dist.schedule.types import MatrixInfo
 
 logger = logging.getLogger(__name__)
 
-# A parameter as ranks exchange it: its ranks, and the fields of its matrices.
+# Matrices as ranks exchange them: the ranks that hold them, and the fields of each.
 Listed: TypeAlias = tuple[Sequence[int], Sequence[Sequence[Any]]]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class World:
     """The agreed structure.
 
@@ -45,6 +46,7 @@ class World:
         rank_sets: All sets of several such ranks in the world, sorted.
         replica_ranks: Ranks that hold the same elements as this one, for each parameter.
         replica_sets: All sets of several such ranks in the world, sorted.
+        names_by_ranks: Names of the matrices of this process, by the set of ranks that shares them.
         groups_by_ranks: Process group of each set of ranks that shares parameters with this one.
         shares_all: Whether every rank shares every parameter, as under DDP and FSDP; False on a
             single process.
@@ -58,13 +60,9 @@ class World:
     rank_sets: tuple[Ranks, ...]
     replica_ranks: tuple[Ranks, ...]
     replica_sets: tuple[Ranks, ...]
+    names_by_ranks: Mapping[Ranks, Sequence[str]]
     groups_by_ranks: Mapping[Ranks, dist.ProcessGroup | None]
     shares_all: bool
-
-    @functools.cached_property
-    def info_by_name(self) -> Mapping[str, MatrixInfo]:
-        """Every matrix of the world, by name."""
-        return {info.name: info for info in self.registry}
 
     def log_once(self, level: int, text: str, *args: object) -> None:
         """Log what all ranks have agreed on; one of them does, for all."""
@@ -91,27 +89,33 @@ def gather_world(
     Raises:
         RankMismatchError: On every rank; names the rank and the parameter or field that differs.
     """
-    params = parameters.params
-    matrices: list[list[tuple[Any, ...]]] = [[] for _ in params]
-    for matrix, *fields in zip(parameters.matrices, parameters.operator_types, rates, strict=True):
-        matrices[matrix.param].append((matrix.name, matrix.shape, *fields))
+    rows = zip(parameters.matrices, parameters.operator_types, rates, strict=True)
     lines: dict[Ranks, list[str]] = defaultdict(list)
-    for param, own in zip(params, matrices, strict=True):
+    # Ranks are listed once for all parameters on them: the text would be mostly ranks otherwise.
+    listed_by_ranks: dict[Ranks, list[tuple[Any, ...]]] = defaultdict(list)
+    names_by_ranks: dict[Ranks, list[str]] = defaultdict(list)
+    gradient_ranks = []
+    for param in parameters.params:
+        own = list(itertools.islice(rows, len(param.views)))
+        matrices, listed = [row[0] for row in own], [(m.name, m.shape, *rest) for m, *rest in own]
         cuts = f"cut by {fingerprint56(str(param.views))}" if param.views else "adamw"
-        structure = f"{param.tensor.dtype}, {param.layout.key}, {own} {cuts}"
+        structure = f"{param.tensor.dtype}, {param.layout.key}, {listed} {cuts}"
         line = f"{param.name}: {structure}, {hyperparameters[param.group]}"
         lines[param.layout.ranks].append(line)
-    gradient_ranks = [_ranks_with_gradients(parameters, index) for index in range(len(params))]
+        listed_by_ranks[param.layout.ranks] += listed
+        names_by_ranks[tuple(sorted(param.layout.ranks))] += [matrix.name for matrix in matrices]
+        gradient_ranks.append(_ranks_with_gradients(param, matrices))
     values = {
         "texts": [(ranks, "\n".join(alike)) for ranks, alike in lines.items()],
         "sets": sorted({ranks for ranks in gradient_ranks if len(ranks) > 1}),
-        "matrices": [(p.layout.ranks, own) for p, own in zip(params, matrices, strict=True)],
+        "matrices": [*listed_by_ranks.items()],
     }
     by_rank = gather_json(values, group)
     raise_if_unlike("parameters", {rank: gathered["texts"] for rank, gathered in by_rank.items()})
     # Equal values are one object: a thousand ranks have few different ones.
     distinct = [*{id(gathered): gathered for gathered in by_rank.values()}.values()]
-    replica_ranks = [_ranks_with_same_elements(param) for param in params]
+    layouts = (param.layout for param in parameters.params)
+    replica_ranks = [_ranks_with_same_elements(layout, this_rank()) for layout in layouts]
     own_sets = sorted({ranks for ranks in replica_ranks if len(ranks) > 1})
     # Apart from the texts above, which would differ by shard.
     replica_sets = itertools.chain(*gather_json(own_sets, group).values())
@@ -125,41 +129,40 @@ def gather_world(
         rank_sets=tuple(sorted({tuple(r) for gathered in distinct for r in gathered["sets"]})),
         replica_ranks=tuple(replica_ranks),
         replica_sets=tuple(sorted(set(map(tuple, replica_sets)))),
-        groups_by_ranks=membership.groups({tuple(sorted(ranks)) for ranks in lines}, group),
+        names_by_ranks=names_by_ranks,
+        groups_by_ranks=membership.groups(names_by_ranks, group),
         shares_all=len(by_rank) > 1 and num_holders == {len(by_rank)},
     )
 
 
-def _ranks_with_gradients(parameters: Parameters, index: int) -> Ranks:
-    """Ranks that must have a gradient of a parameter if this rank has one.
+def _ranks_with_gradients(param: Param, matrices: Sequence[Matrix]) -> Ranks:
+    """Ranks that must have a gradient of a parameter, with these matrices, if this rank has one.
 
     These are all that hold the parameter. But a stack of experts, each whole on its rank, is not
     gathered: ranks whose experts saw no token may lack its gradient.
     """
-    param, rank = parameters.params[index], this_rank()
+    rank = this_rank()
     if not param.views or param.tensor.dim() != 3:
         return param.layout.ranks
-    own = [matrix for matrix in parameters.matrices if matrix.param == index]
-    if any(m.num_held(r) < m.num_elements for m in own for r in m.regions_by_rank):
+    if any(m.num_held(r) < m.num_elements for m in matrices for r in m.regions_by_rank):
         return param.layout.ranks
-    holders = {tuple(sorted(m.regions_by_rank)) for m in own if rank in m.regions_by_rank}
+    holders = {tuple(sorted(m.regions_by_rank)) for m in matrices if rank in m.regions_by_rank}
     return holders.pop() if len(holders) == 1 else (rank,)
 
 
-def _ranks_with_same_elements(param: Param) -> Ranks:
-    """Ranks that hold the same elements of a parameter as this one; none if it holds none."""
-    intervals = param.layout.intervals_by_rank
-    own = intervals[this_rank()]
-    return (
-        tuple(sorted(rank for rank, held in intervals.items() if held == own)) if all(own) else ()
-    )
+@functools.lru_cache(maxsize=4096)
+def _ranks_with_same_elements(layout: TensorLayout, rank: int) -> Ranks:
+    """Ranks that hold the same elements of a tensor as one of them; none if that holds none."""
+    own = layout.intervals_by_rank[rank]
+    alike = sorted(other for other, held in layout.intervals_by_rank.items() if held == own)
+    return tuple(alike) if all(own) else ()
 
 
 def registry_of(by_rank: Iterable[Sequence[Listed]]) -> tuple[MatrixInfo, ...]:
     """Every matrix of the world, sorted by name; plain tensors on several ranks may share one.
 
     Args:
-        by_rank: All parameters of each rank.
+        by_rank: All matrices of each rank.
 
     Raises:
         RankMismatchError: One name stands for two matrices.
@@ -169,7 +172,7 @@ def registry_of(by_rank: Iterable[Sequence[Listed]]) -> tuple[MatrixInfo, ...]:
         for name, (m, n), *fields in matrices:
             info = MatrixInfo(name, (m, n), *fields)
             first, expected = registry.setdefault(name, (ranks[0], info))
-            if info != expected:
+            if info is not expected and info != expected:
                 raise RankMismatchError(
                     f"{name}: rank {first} has {expected}; rank {ranks[0]} has {info}"
                 )

@@ -49,6 +49,18 @@ _LEAST_EPS = 2.0**-9
 _BLOCK_ROWS, _MAX_BLOCKS, _MIN_NARROW_ROWS = 64, 8, 384
 
 
+def has_bfloat16(device: torch.device) -> bool:
+    """Whether a device computes products in bfloat16 faster than in float32, but for tiny ones.
+
+    Devices do, and CPUs with units for it, which oneDNN uses: AVX512-BF16, AMX-BF16 or Arm's BF16.
+    Without them a CPU takes up to 40 times as long.
+    """
+    if device.type != "cpu":
+        return True
+    units, names = torch.cpu.get_capabilities(), ("avx512_bf16", "amx_bf16", "bf16")
+    return torch.backends.mkldnn.is_available() and any(units.get(name) for name in names)
+
+
 @torch.no_grad()
 def orthogonalize(
     x: Tensor,
@@ -190,7 +202,7 @@ def first_iterate(
     """Scale matrices so that no singular value exceeds one, nearly.
 
     Args:
-        x: Matrices, ``(m, n)`` or ``(b, m, n)``, not empty; not modified.
+        x: Matrices, ``(m, n)``, or ``(b, m, n)`` elsewhere than on a CPU, not empty; not modified.
         norm_scale: Safety factor of the Frobenius norm.
         preconditioner: ``"frobenius"`` or ``"aol"``.
         dtype: Dtype of the result.
@@ -201,34 +213,39 @@ def first_iterate(
         preconditioner does not compute them.
     """
     wide = wide_dtype(x.dtype, dtype)
-    has_eps = eps > _LEAST_EPS * torch.finfo(dtype).eps
-    # The maximum is taken in the dtype of x, which may be half as long to read, and is the same in
-    # any order. The clamp keeps zero matrices from 0 / 0.
-    largest = largest_entry(x).to(wide).clamp_(min=_LEAST_ENTRY[wide])
-    if not (on_cpu(x) or has_eps or preconditioner == "aol" or wide == torch.float64):
-        # Few launches, and one float32 copy, where a norm in float64 would copy x in float64.
-        # Entries up to one have squares in the range of float32. The clamp turns 0 / 0 into 0.
+    if eps <= _LEAST_EPS * torch.finfo(dtype).eps:
+        eps = 0.0
+    if not on_cpu(x):
+        # The maximum is taken in the dtype of x, which may be half as long to read. The clamps turn
+        # 0 / 0 into 0. Few launches, and one copy in the wide dtype; entries up to one have squares
+        # in its range.
+        largest = largest_entry(x).to(wide).clamp_(min=_LEAST_ENTRY[wide])
         unit = x.div(largest)
+        if preconditioner == "aol":
+            return _precondition_aol(unit.contiguous(), dtype)
         norm = torch.linalg.vector_norm(unit, dim=(-2, -1), keepdim=True)
-        divisor = norm.mul_(norm_scale).clamp_(min=_LEAST_ENTRY[wide])
+        divisor = norm.mul_(norm_scale).add_(eps).clamp_(min=_LEAST_ENTRY[wide])
         first = torch.empty(x.shape, dtype=dtype, device=x.device)
         return torch.div(unit, divisor, out=first), None
+    # The host computes with the numbers of a matrix: a call takes as long as a small product.
+    low, high = (bound.item() for bound in torch.aminmax(x))
+    # NaN where both are. A zero matrix is divided by a number, too.
+    greatest = max(high, -low, _LEAST_ENTRY[wide])
     # Contiguous before any sum or product, whose bits depend on the strides. Matrices are divided,
     # not multiplied by a reciprocal: that of a denormal is infinite. They are widened first: a CPU
     # takes ten times as long to divide numbers of one dtype by those of another.
     unit = x.to(wide, copy=True, memory_format=torch.contiguous_format)
     if preconditioner == "aol":
-        return _precondition_aol(unit.div_(largest), dtype)
-    # A power of two changes no bit. This one takes the largest entry into [1, 2); the next higher
+        return _precondition_aol(unit.div_(greatest), dtype)
+    # A power of two changes no bit. This one takes the greatest entry into [1, 2); the next higher
     # one would be infinite for entries from 2^127 on.
-    scaled = torch.frexp(largest).mantissa.mul_(2)
-    unit.div_(largest.div_(scaled))
-    # A norm is at least one but for zero matrices: the clamp turns 0 / 0 into 0 / 1.
-    norm = torch.linalg.vector_norm(unit, dim=(-2, -1), keepdim=True).clamp_(min=1.0)
-    divisor = norm.to(torch.float64).mul_(norm_scale)
-    if has_eps:
-        divisor += eps * scaled
-    return unit.div_(divisor.to(wide)).to(dtype), None
+    mantissa, exponent = math.frexp(greatest)
+    unit.div_(math.ldexp(1.0, exponent - 1) if math.isfinite(greatest) else math.nan)
+    total = torch.linalg.vector_norm(unit, dim=(-2, -1)).item()
+    scaled = max(total, 1.0) * norm_scale  # a norm is at least one but for zero matrices
+    if eps:
+        scaled += torch.tensor(2 * mantissa, dtype=wide, device="cpu").mul_(eps).item()
+    return unit.div_(scaled).to(dtype), None
 
 
 def symmetric_product(

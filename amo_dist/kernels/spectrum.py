@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from amo_dist.kernels.elementwise import largest_entry
+from amo_dist.kernels.newton_schulz import EXACT_NORM_BOUND
 
 logger = logging.getLogger(__name__)
 
@@ -126,15 +127,16 @@ def _noise(squares: Tensor) -> Tensor:
 def distances(sigma: Tensor, coefficients: Tensor, *, exact_norm: bool = False) -> Tensor:
     """Mean squared distance to the polar factor that each schedule leaves: exact, on scalars.
 
-    With ``p`` the polynomial of a schedule it is the mean of ``(p(s) - 1)^2`` over the directions
-    of the short side, of which one that is zero counts 1.
+    With ``p`` the polynomial of a schedule it is the mean of ``(p(s) - 1)^2`` over the ``m``
+    directions of the short side, of which one that is zero counts 1; with the exact norm that of
+    ``(f p(s) - 1)^2``, where ``f`` is the factor of `scale_to_exact_norm`.
 
     Args:
         sigma: Singular values that enter the first step, float64, shape ``(m,)``.
         coefficients: Float64, shape ``(num_schedules, num_steps, 3)``, on the device of ``sigma``:
             ``(a, b, c)`` of each Newton-Schulz step, which sends ``s`` to ``a s + b s^3 + c s^5``.
             Pad a shorter schedule with ``(1, 0, 0)``.
-        exact_norm: Whether results are scaled to the Frobenius norm of an exact polar factor.
+        exact_norm: Whether results are scaled by `scale_to_exact_norm`.
 
     Returns:
         Float64, shape ``(num_schedules,)``.
@@ -145,7 +147,7 @@ def distances(sigma: Tensor, coefficients: Tensor, *, exact_norm: bool = False) 
         values *= (square * c).add_(b).mul_(square).add_(a)
     if exact_norm:
         mean = values.square().mean(dim=1, keepdim=True)
-        values *= mean.masked_fill_(mean == 0, 1).rsqrt_()  # zero stays zero
+        values *= mean.clamp_(min=EXACT_NORM_BOUND**-2).rsqrt_()
     return values.sub_(1).square_().mean(dim=1)
 
 

@@ -215,7 +215,7 @@ def cut_views(
     for expert, view in itertools.product(range(shape[0]), matrix):
         suffix = f"[{expert}.{view.suffix[1:]}" if view.suffix else f"[{expert}]"
         boxes = tuple(((expert, expert + 1), *box) for box in view.boxes or (whole,))
-        views.append(dataclasses.replace(view, suffix=suffix, boxes=boxes))
+        views.append(MatrixView(suffix, view.operator_type, boxes, view.dim))
     return tuple(views)
 
 

@@ -44,6 +44,7 @@ from amo_dist.engine.parameters import (
 from amo_dist.engine.rule import UpdateRule
 from amo_dist.engine.step import Engine, Orders, Step
 from amo_dist.engine.world import World, gather_world
+from amo_dist.kernels.newton_schulz import has_bfloat16
 from amo_dist.operators.groups import param_groups
 from amo_dist.operators.patterns import format_patterns
 from amo_dist.schedule.plan import Plan
@@ -202,7 +203,7 @@ class Muon(torch.optim.Optimizer):
     def _assemble(self, state: ScheduleState, parameters: Parameters | None = None) -> None:
         """Make the engine, which goes on from a state of schedules."""
         parameters = parameters or lay_out(self.param_groups, self._structure)
-        config = state.config.on_device(parameters.matrix_device.type)
+        config = state.config.in_force(has_bfloat16=has_bfloat16(parameters.matrix_device))
         self.defaults |= {"momentum": config.momentum, "nesterov": config.nesterov}
         rule, group = self.rule_class(config), self._process_group
         self._engine = Engine(parameters, self.param_groups, rule, config, group)
@@ -210,6 +211,8 @@ class Muon(torch.optim.Optimizer):
         # Verdict on the last step, and the state from which to go on if it changed nothing.
         self._verdict: Verdict | None = None
         self._state_if_undone = self._schedule_state
+        # Key of each matrix of this process; see `Source.key`.
+        self._keys: Sequence[str] | None = None
         # Version of the source; schedule of each matrix and digest of everything, as it decided.
         self._decision: tuple[int, Sequence[Schedule], str] | None = None
         self._residual = self._observe_seconds = 0.0
@@ -335,9 +338,12 @@ class Muon(torch.optim.Optimizer):
         source = self._schedule_state.source
         version = source.version(number)
         if self._decision is None or self._decision[0] != version:
-            by_key, info_by_name = source.schedules(number), self._engine.world.info_by_name
-            names = [matrix.name for matrix in self._engine.parameters.matrices]
-            schedules = [by_key[source.key(info_by_name[name])] for name in names]
+            by_key = source.schedules(number)
+            if self._keys is None:  # once: there may be tens of thousands
+                infos = {info.name: info for info in self._engine.world.registry}
+                names = [matrix.name for matrix in self._engine.parameters.matrices]
+                self._keys = [source.key(infos[name]) for name in names]
+            schedules = list(map(by_key.__getitem__, self._keys))
             digests = {key: schedule.digest() for key, schedule in by_key.items()}
             config = self.config.to_dict()
             values = {"config": config, "schedules": digests, "source": source.state()}
@@ -632,7 +638,7 @@ class Muon(torch.optim.Optimizer):
 
     def _restored(self, record: Mapping[str, Any]) -> ScheduleState:
         """A state from `control_state_dict`'s values, after all checks; changes nothing."""
-        state = controls.restore(record, self._schedule_state)
+        state = controls.restore(record, self._schedule_state, self._dtypes)
         self.rule_class(state.config)  # refuses settings
         return state
 

@@ -4,8 +4,8 @@
 every number of steps that a plan may give with every ``ell`` of a grid, on the singular values of
 each sampled matrix. Errors are exact, since a schedule maps each singular value by itself, say to
 ``y``: the mean over the directions of the short side of the squared distance to the polar factor,
-``(y - 1)^2``; where updates have the exact norm, that of ``y`` scaled to it. Times
-`MatrixInfo.weight` it is the squared error of the update.
+``(y - 1)^2``; where updates are scaled to the exact norm, that of ``y`` times the factor of at most
+2 by which they are. Times `MatrixInfo.weight` it is the squared error of the update.
 
 ``planner = "paper"`` minimises the errors that schedules leave at one singular value of each type,
 its ``ell_target``, as in the AMO paper.

@@ -70,12 +70,14 @@ def digest(record: Mapping[str, Any]) -> str:
     return hashlib.sha256(to_text(kept).encode()).hexdigest()
 
 
-def restore(record: Any, running: ScheduleState) -> ScheduleState:
+def restore(record: Any, running: ScheduleState, dtypes: tuple[str, str | None]) -> ScheduleState:
     """A state that goes on from a record; ``on_config_change`` decides where settings differ.
 
     Args:
         record: Result of `control_record`.
         running: State of this run, which stays as it is.
+        dtypes: ``ns_dtype`` and ``wire_dtype`` as the user wrote them. ``auto`` keeps the
+            checkpoint's dtype, whatever this machine computes fast.
 
     Raises:
         ValueError: The record is damaged or of another run; names the field, what was found and
@@ -103,7 +105,13 @@ def restore(record: Any, running: ScheduleState) -> ScheduleState:
         fail("control.source", name, expected)
     if set(saved) != set(running.config.to_dict()):
         fail("control.config", sorted(saved), f"the settings {sorted(running.config.to_dict())}")
-    config = _settled(running.config, _changed(saved, running.config))
+    config, ns_dtype = running.config, saved["ns_dtype"]
+    if dtypes[0] == "auto" and ns_dtype != config.ns_dtype:
+        kept = "ns_dtype = 'auto' keeps the checkpoint's %s; by itself this machine takes %s"
+        logger.warning(kept, ns_dtype, config.ns_dtype)
+        config = dataclasses.replace(config, ns_dtype=ns_dtype, wire_dtype=dtypes[1])
+        config = config.in_force(has_bfloat16=True)
+    config = _settled(config, _changed(saved, config))
     source = copy.copy(running.source)
     source.load(record["source"], config, _changed(saved, config), record["steps_taken"])
     return ScheduleState(config, source, record["steps_taken"], record["steps_skipped"])

@@ -39,6 +39,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from amo_dist.optimizers import muon
+
 START_TIMEOUT = 120.0
 """Seconds for all ranks to import torch and to meet."""
 CASE_TIMEOUT = 120.0
@@ -53,6 +55,14 @@ GRACE = 5.0
 """Seconds that the other ranks still have, once one has ended."""
 
 Case = Callable[..., Any]
+
+
+def compute_in_float32() -> None:
+    """Have ``ns_dtype = "auto"`` take float32 in this process, as on a CPU without bfloat16.
+
+    What tests compare would depend on the machine otherwise.
+    """
+    muon.has_bfloat16 = lambda device: device.type != "cpu"  # type: ignore[attr-defined]
 
 
 class RankTraceback(Exception):
@@ -93,6 +103,7 @@ def _serve(connection: Connection, rank: int, world_size: int, folder: str) -> N
     """The life of a rank: meet the others, answer cases until the pool stops."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     torch.set_num_threads(1)
+    compute_in_float32()
     with open(Path(folder, f"stack{rank}"), "w") as stack:
         # Written by a C handler: it works in a rank stuck inside a collective.
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)

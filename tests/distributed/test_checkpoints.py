@@ -130,6 +130,31 @@ def test_a_checkpoint_goes_on_bit_for_bit_in_any_world(
             assert runs.equal(resumed_ends, ends), (other, step)
 
 
+OWNERSHIPS = ("balanced", "round_robin")
+
+
+def change_owners(rank: int, world_size: int) -> dict[tuple[str, int], bool]:
+    """Whether runs end on the same bits that go on under the other ownership, by where they do."""
+    alike = {}
+    for ownership, other in itertools.permutations(OWNERSHIPS):
+        for step in (3, 5, 8):  # between two observations, in the transition, after the lock
+            model, optimizer = runs.make("fsdp", shapes=SHAPES, ownership=ownership)
+            runs.train(model, optimizer, 1, step)
+            make_other = functools.partial(runs.make, "fsdp", shapes=SHAPES, ownership=other)
+            twin, resumed = runs.resume(model, optimizer, make_other)
+            assert resumed.config.ownership == other
+            runs.train(model, optimizer, step + 1, STEPS)
+            runs.train(twin, resumed, step + 1, STEPS)
+            alike[ownership, step] = runs.same(model, twin)
+    return alike
+
+
+def test_a_run_goes_on_with_owners_of_the_other_kind(run_on: Ranks) -> None:
+    for alike in run_on(3)(change_owners):
+        assert len(alike) == 6
+        assert all(alike.values())
+
+
 def refused(rank: int, world_size: int) -> list[str]:
     """A whole tensor for a shard, and NaN in one shard."""
     model, optimizer = make("fsdp", "measured")

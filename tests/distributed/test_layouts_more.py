@@ -42,7 +42,7 @@ FIELDS = runs.PHASES | {
     "bucket_bytes": 256,
 }
 PAPER, WIDE = {"planner": "paper"}, {"ns_dtype": "float32"}
-BALANCED = {"ownership": "balanced"}
+ROUND_ROBIN = {"ownership": "round_robin"}
 FUSED: Shapes = {
     "layers.0.attention.wqkv.weight": (12, 5),
     "layers.1.attention.woven.weight": (14, 5),
@@ -223,7 +223,7 @@ CASES = [
     pytest.param(build_replicas, 3, WHOLE, PAPER, id="ddp-3"),
     pytest.param(partial(models.make_model, "fsdp", WHOLE), 2, WHOLE, {}, id="fsdp-2"),
     pytest.param(partial(models.make_model, "fsdp", WHOLE), 3, WHOLE, PAPER | WIDE, id="fsdp-3"),
-    pytest.param(partial(models.make_model, "fsdp", WHOLE), 3, WHOLE, BALANCED, id="balanced-3"),
+    pytest.param(partial(models.make_model, "fsdp", WHOLE), 3, WHOLE, ROUND_ROBIN, id="dealt-3"),
     pytest.param(partial(models.make_model, "fsdp", WHOLE), 4, WHOLE, {}, id="fsdp-4"),
     pytest.param(partial(models.make_model, "hsdp", WHOLE), 4, WHOLE, PAPER, id="hsdp-2x2"),
     pytest.param(partial(models.make_model, "tp", WHOLE), 2, WHOLE, WIDE, id="tp-2"),

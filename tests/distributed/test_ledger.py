@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from amo_dist import AMO, AMOConfig, Muon, MuonConfig, param_groups
-from amo_dist.distributed.layout import layout_of, make_matrix
+from amo_dist.distributed.layout import Matrix, layout_of, make_matrix
 from amo_dist.distributed.plan import assign
 from amo_dist.schedule.allocate import ns_step_flops
 from tests.distributed import models
@@ -18,6 +18,10 @@ from tests.ledger import sent_by_pair
 BF16, FP32 = 2, 4
 SHAPES = models.shapes()
 EVEN = models.shapes(models.EVEN_SHAPES)  # FSDP over TP needs even dims
+
+
+def cost_of(matrix: Matrix) -> float:
+    return float(ns_step_flops(*matrix.shape))
 
 
 def count(
@@ -50,14 +54,14 @@ def count(
         optimizer.step()
     assert bool(drawn) == observes
     expected = 0
-    jobs = assign(matrices, [float(ns_step_flops(*matrix.shape)) for matrix in matrices])
+    (jobs,) = assign(matrices, list(map(cost_of, matrices))).values()
     for (source, _), volume in sent_by_pair(matrices, jobs, world_size).items():
         expected += BF16 * volume.elements * (source == rank)
     # Sampled matrices are gathered once more, in the dtype of momentum; nothing is delivered.
     sampled = [matrix for matrix in matrices if matrix.name in drawn]
-    jobs = assign(sampled, [1.0] * len(sampled))
-    for (source, _), volume in sent_by_pair(sampled, jobs, world_size).items():
-        expected += FP32 * volume.gathered * (source == rank)
+    for jobs in assign(sampled, list(map(cost_of, sampled))).values():
+        for (source, _), volume in sent_by_pair(sampled, jobs, world_size).items():
+            expected += FP32 * volume.gathered * (source == rank)
     return optimizer.metrics()["exchange/sent_bytes"], expected
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from amo_dist import AMO, Fused, Muon, MuonConfig, param_groups
+from amo_dist.optimizers import muon
 from tests import runs
 from tests.distributed import models
 from tests.distributed.harness import Ranks
@@ -30,6 +33,7 @@ def tensors_of(fault: str) -> dict[str, Tensor]:
 
 MISMATCHES = {
     "config": ["momentum = 0.95", "momentum = 0.9"],
+    "cpu": ['ns_dtype = "float32"', 'ns_dtype = "bfloat16"'],
     "name": [f"rank 0 has {WK}", "rank 1 has layers.9.attention.wk"],
     "missing": [f"rank 0 has {WK}", "rank 1 has nothing"],
     "dtype": ["torch.float32", f"rank 1 has {WK}", "torch.bfloat16"],
@@ -53,12 +57,13 @@ def disagree(rank: int, world_size: int) -> dict[str, str]:
             parts = (("attn_q", 8), ("attn_v", 4))
             patterns = {WQ: Fused(parts, groups=2 if own else 1)}
         groups = param_groups(model, patterns=patterns)
-        optimizer = Muon(
-            groups,
-            schedule="you" if own == "schedule" else "kj",
-            config=MuonConfig(momentum=0.9 if own == "config" else 0.95),
-            process_group=None if own == "layout" else dist.group.WORLD,
-        )
+        with mock.patch.object(muon, "has_bfloat16", lambda _, own=own: own == "cpu"):
+            optimizer = Muon(
+                groups,
+                schedule="you" if own == "schedule" else "kj",
+                config=MuonConfig(momentum=0.9 if own == "config" else 0.95),
+                process_group=None if own == "layout" else dist.group.WORLD,
+            )
         before = runs.weights(model)
         errors[fault] = raised(lambda m=model, o=optimizer: runs.train(m, o, 1, 1))  # type: ignore[misc]
         assert runs.equal(before, runs.weights(model))

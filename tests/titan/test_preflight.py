@@ -75,11 +75,10 @@ def test_one_rank_sends_nothing() -> None:
 
 
 def test_replicas_share_the_work_and_get_every_result() -> None:
-    balanced = "--optimizer.muon.ownership=balanced"
-    sharded = report("qwen3_0.6b", 16, balanced)[STEP]
+    sharded = report("qwen3_0.6b", 16)[STEP]
     # Replicas of 2: an owner gathers half, keeps that half, and sends all else to the eight.
     replicas = "--parallelism.data_parallel_replicate_degree=8"
-    pairs = report("qwen3_0.6b", 16, balanced, replicas)
+    pairs = report("qwen3_0.6b", 16, replicas)
     row, muon = pairs[STEP], elements(pairs, muon=True)
     assert row["GFLOP of the busiest"] == sharded["GFLOP of the busiest"]
     assert row["sent bytes"] == pytest.approx(8 * 2 * muon / 16, rel=1e-12)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import gpu_trial, launches, newton_schulz
+from benchmarks import gpu_trial, launches, newton_schulz, scale
 
 
 def test_newton_schulz_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -19,6 +19,16 @@ def test_newton_schulz_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     # float32's floor, several times over.
     assert all(row["error"] < 1e-4 for row in content["rows"])
     assert "effective %" in capsys.readouterr().out
+
+
+def test_a_rank_of_many_runs_alone(tmp_path: Path) -> None:
+    output = tmp_path / "scale.json"
+    assert scale.main(["--cases", "1.7B:32", "1.7B:256", "--output", str(output)]) == 0
+    few, many = json.loads(output.read_text())["rows"]
+    assert few["greatest/mean, balanced"] < few["greatest/mean, round_robin"]
+    assert many["construction s"] > 0
+    # Ranks are listed twice in all, with four digits, a comma and a space at most.
+    assert 0 < (many["text MB"] - few["text MB"]) * 1e6 < 2 * 6 * (256 - 32) + 1000
 
 
 @pytest.mark.slow

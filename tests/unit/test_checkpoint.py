@@ -280,7 +280,7 @@ NEW = {"observe_until": 6, "observe_every": 3, "transition_steps": 2}
 @pytest.mark.parametrize(
     "fields",
     [
-        {"bucket_bytes": 512, "ownership": "balanced", "nonfinite": "skip_step"},
+        {"bucket_bytes": 512, "ownership": "round_robin", "nonfinite": "skip_step"},
         {"shrinkage": 0.5},  # which the measured planner never reads
     ],
 )

@@ -15,7 +15,7 @@ from tests.distributed import models
 
 def train(name: str, device: str | None) -> dict[str, Tensor]:
     model = models.plain_model(models.shapes())
-    fields = {"ownership": "balanced", "ns_guard_every": 1}
+    fields = {"ns_guard_every": 1}
     phases = {"observe_until": 2, "observe_every": 1, "transition_steps": 1}
     config = AMOConfig(**fields, **phases) if name == "AMO" else MuonConfig(**fields)
     with nullcontext() if device is None else torch.device(device):

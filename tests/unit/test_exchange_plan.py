@@ -33,11 +33,11 @@ def plan_all(model: Model, jobs: tuple[Job, ...], bucket_bytes: int) -> dict[int
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[Model, tuple[Job, ...], dict[int, ExchangePlan], int]:
     model = draw(models(max_ranks=24))
-    jobs = assign(
+    (jobs,) = assign(
         model.matrices,
         [float(matrix.num_elements) for matrix in model.matrices],
         ownership=draw(st.sampled_from(["round_robin", "balanced"])),
-    )
+    ).values()
     bucket_bytes = draw(st.sampled_from([1, 100, 1000, 10**6]))
     return model, jobs, plan_all(model, jobs, bucket_bytes), bucket_bytes
 

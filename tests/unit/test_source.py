@@ -250,7 +250,7 @@ def resumed(source: Amo, taken: int, config: AMOConfig, binds_first: bool) -> Am
     fresh = Amo(config)
     if binds_first:
         fresh.bind(REGISTRY)
-    state = restore(record, ScheduleState(config, fresh))
+    state = restore(record, ScheduleState(config, fresh), ("auto", None))
     assert state.steps_taken == taken
     assert isinstance(state.source, Amo)
     assert state.source.config == state.config

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from amo_dist import Muon, MuonConfig, param_groups
 from amo_dist.kernels.elementwise import apply_update, master_weights, update_scale
+from amo_dist.optimizers import muon
 from tests import runs
 from tests.distributed import models
 from tests.simulated_device import simulated_device
@@ -139,19 +141,74 @@ def test_how_bfloat16_is_written_may_change_where_settings_may(was: str, becomes
 
 
 @pytest.mark.parametrize(
-    ("ns_dtype", "wire_dtype", "device", "in_force"),
+    ("ns_dtype", "wire_dtype", "has_bfloat16", "in_force"),
     [
-        ("auto", None, "cpu", ("float32", "float32")),
-        ("auto", None, "cuda", ("bfloat16", "bfloat16")),
-        ("float16", None, "cuda", ("float16", "bfloat16")),
-        (torch.float32, torch.bfloat16, "cuda", ("float32", "bfloat16")),
+        ("auto", None, False, ("float32", "float32")),
+        ("auto", None, True, ("bfloat16", "bfloat16")),
+        ("auto", "float32", True, ("bfloat16", "float32")),
+        ("float16", None, True, ("float16", "bfloat16")),
+        (torch.float32, torch.bfloat16, True, ("float32", "bfloat16")),
     ],
 )
 def test_dtypes_in_force(
-    ns_dtype: Any, wire_dtype: Any, device: str, in_force: tuple[str, str]
+    ns_dtype: Any, wire_dtype: Any, has_bfloat16: bool, in_force: tuple[str, str]
 ) -> None:
-    config = MuonConfig(ns_dtype=ns_dtype, wire_dtype=wire_dtype).on_device(device)
+    config = MuonConfig(ns_dtype=ns_dtype, wire_dtype=wire_dtype)
+    config = config.in_force(has_bfloat16=has_bfloat16)
     assert (config.ns_dtype, config.wire_dtype) == in_force
+
+
+@pytest.mark.parametrize(
+    ("units", "takes_bfloat16"),
+    [
+        ({"architecture": "x86_64", "avx512_f": True, "avx512_bf16": False}, False),
+        ({"architecture": "x86_64", "avx512_bf16": True}, True),
+        ({"architecture": "x86_64", "amx_bf16": True}, True),
+        ({"architecture": "arm64", "neon": True}, False),
+        ({"architecture": "arm64", "bf16": True}, True),
+    ],
+)
+def test_auto_takes_bfloat16_where_the_cpu_has_units_for_it(
+    units: dict[str, Any], takes_bfloat16: bool, monkeypatch: pytest.MonkeyPatch, cpu_as_it_is: None
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: units)
+    _, optimizer = runs.make(kind=Muon)
+    assert optimizer.config.ns_dtype == ("bfloat16" if takes_bfloat16 else "float32")
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    _, optimizer = runs.make(kind=Muon)
+    assert optimizer.config.ns_dtype == "float32"
+
+
+def test_the_real_cpu_is_asked(cpu_as_it_is: None) -> None:
+    """PyTorch has this function, whose keys decide."""
+    assert muon.has_bfloat16(torch.device("cpu")) in (True, False)
+    units = torch.cpu.get_capabilities()
+    assert {"x86_64": "avx512_bf16", "arm64": "bf16"}[units["architecture"]] in units
+
+
+@pytest.mark.parametrize("has_bfloat16", [False, True])
+@pytest.mark.parametrize("wire_dtype", [None, "float32"])
+def test_auto_resumes_with_the_dtype_of_its_checkpoint(
+    has_bfloat16: bool,
+    wire_dtype: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    make = functools.partial(runs.make, kind=Muon, wire_dtype=wire_dtype)
+    monkeypatch.setattr(muon, "has_bfloat16", lambda _: has_bfloat16)
+    model, optimizer = make()
+    runs.train(model, optimizer)
+    before = optimizer.config
+    assert before.ns_dtype == ("bfloat16" if has_bfloat16 else "float32")
+    monkeypatch.setattr(muon, "has_bfloat16", lambda _: not has_bfloat16)
+    twin, other = runs.resume(model, optimizer, make)
+    assert other.config == before
+    assert "ns_dtype = 'auto' keeps the checkpoint's" in caplog.text
+    assert runs.equal(runs.train(model, optimizer, 4, 5), runs.train(twin, other, 4, 5))
+    # The other dtype, written out, is another setting.
+    written = "float32" if has_bfloat16 else "bfloat16"
+    with pytest.raises(ValueError, match="ns_dtype: the checkpoint has"):
+        runs.resume(model, optimizer, functools.partial(make, ns_dtype=written))
 
 
 def test_the_dtypes_in_force_are_saved() -> None:

@@ -5,6 +5,7 @@ Seconds are not predicted: they depend on the machine.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -64,7 +65,7 @@ class StepCost:
         config: MuonConfig | None = None,
     ) -> None:
         self._matrices = matrices
-        self._config = config = (config or MuonConfig()).on_device("cuda")
+        self._config = config = (config or MuonConfig()).in_force(has_bfloat16=True)
         assert config.wire_dtype is not None
         self._wire = getattr(torch, config.wire_dtype).itemsize
         counts = [steps[info.operator_type] for info in registry]
@@ -72,7 +73,8 @@ class StepCost:
             float(count * ns_step_flops(*info.shape))
             for count, info in zip(counts, registry, strict=True)
         ]
-        self.jobs: Sequence[Job] = assign(matrices, costs, ownership=config.ownership)
+        jobs = assign(matrices, costs, ownership=config.ownership).values()
+        self.jobs: Sequence[Job] = [*itertools.chain(*jobs)]
         self.flops = torch.zeros(num_ranks, dtype=torch.float64)
         for job in self.jobs:
             self.flops[job.owner] += costs[job.matrix]
