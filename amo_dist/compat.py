@@ -10,10 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._compile import _disable_dynamo as disable_dynamo
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
-__all__ = ["StridedShard", "disable_dynamo"]
+__all__ = ["AsyncCollectiveTensor", "StridedShard", "disable_dynamo"]
 
 # Placements of a DTensor; ``placements`` takes ten times as long, for hundreds of parameters.
 placements_of = operator.attrgetter("_spec.placements")

@@ -59,7 +59,10 @@ class Bucket:
         received: Pieces whose results owners send to this rank.
         incoming: View ``(m, n)`` of the memory for each piece of ``received``.
         moves: Whether anything travels.
+        label: Name of the caller for the bucket, for errors.
     """
+
+    label = ""
 
     def __init__(
         self,
@@ -162,7 +165,8 @@ class Exchange:
         self._device, self._memory = device, list[Tensor]()
         plans = [*plan.local, *plan.buckets]
         size = max((sum(_space(matrices[i].shape) for i in p.owned) for p in plans), default=0)
-        wholes = self._empty(size, dtype)
+        wholes = torch.empty(size, dtype=dtype, device=device)
+        self._memory.append(wholes)
         fields = ("to_owners", "from_holders", "to_holders", "from_owners")
         sides = [self._pack([getattr(p, field) for p in plan.buckets], dtype) for field in fields]
         self.buckets = [Bucket(p, matrices, pieces, wholes, (), None) for p in plan.local]
@@ -185,21 +189,15 @@ class Exchange:
             for tensor in self._memory:
                 tensor.untyped_storage().resize_(0)
 
-    def _empty(self, size: int, dtype: torch.dtype) -> Tensor:
-        """New memory of ``size`` elements, 1-D."""
-        self._memory.append(torch.empty(size, dtype=dtype, device=self._device))
-        return self._memory[-1]
-
     def _pack(self, transfers: Sequence[ByPeer], dtype: torch.dtype) -> list[_Packed]:
         """One side of the transfers of all buckets, which take turns in two buffers."""
         sizes = [
             [dtype.itemsize * count_elements(held) for held in by_peer] for by_peer in transfers
         ]
         totals = list(map(sum, sizes))
-        slots = [
-            self._empty(max(totals[first::BUCKETS_IN_FLIGHT], default=0), torch.uint8)
-            for first in range(BUCKETS_IN_FLIGHT)
-        ]
+        most = (max(totals[n::BUCKETS_IN_FLIGHT], default=0) for n in range(BUCKETS_IN_FLIGHT))
+        slots = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in most]
+        self._memory += slots
         packed = []
         for index, by_peer in enumerate(transfers):
             slot = slots[index % BUCKETS_IN_FLIGHT][: totals[index]]

@@ -26,6 +26,7 @@ step k + 2 does.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import math
@@ -36,10 +37,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
-from amo_dist.compat import local_of, placements_of
+from amo_dist.compat import AsyncCollectiveTensor, local_of, placements_of
 from amo_dist.config import require
 from amo_dist.distributed.ranks import (
     RankMismatchError,
@@ -52,7 +52,7 @@ from amo_dist.distributed.ranks import (
 from amo_dist.engine.parameters import Param, Parameters
 from amo_dist.engine.replicas import ReplicaMarks, no_marks, unlike_replica
 from amo_dist.engine.world import World
-from amo_dist.kernels.elementwise import exceed, real
+from amo_dist.kernels.elementwise import exceed
 
 logger = logging.getLogger(__name__)
 
@@ -161,16 +161,15 @@ class Tally(NamedTuple):
         exists, waits, gradient, update, waits_differ, texts_differ, *sets = values
         return cls(exists, waits, gradient, update, waits_differ, texts_differ, sets)
 
-    @property
-    def is_good(self) -> bool:
-        """Whether the step may change parameters and state."""
-        return not any(self[2:-1]) and not any(self.sets_differ)
 
-
+@dataclasses.dataclass(slots=True, eq=False)
 class Verdict:
     """The decision of all ranks about one step.
 
     Attributes:
+        ballots: Ballots of the world.
+        ballot: This rank's ballot, until the decision is read.
+        read: Function that waits for the tally's values, until then.
         skip_mask: 0-dim boolean on the device: whether the step must leave parameters and state
             untouched. None if the host knows that it may change them.
         is_known: Whether the host knows the decision: it has been read.
@@ -179,13 +178,13 @@ class Verdict:
         is_before_first_gradient: Whether no gradient has ever existed: the step does not count.
     """
 
-    is_known = is_skipped = is_before_first_gradient = False
-
-    def __init__(
-        self, ballots: Ballots, ballot: Ballot, read: Callable[[], list[int]], skip_mask: Tensor
-    ) -> None:
-        self._ballots, self._ballot, self._read = ballots, ballot, read
-        self.skip_mask: Tensor | None = skip_mask
+    ballots: Ballots
+    ballot: Ballot | None
+    read: Callable[[], list[int]] | None
+    skip_mask: Tensor | None
+    is_known: bool = False
+    is_skipped: bool = False
+    is_before_first_gradient: bool = False
 
     def settle(self) -> None:
         """Read the decision, once; a collective if it is bad, to gather the words.
@@ -193,29 +192,27 @@ class Verdict:
         Raises:
             As `Ballots.vote`.
         """
-        self.is_known, tally = True, Tally.of(self._read())
-        self.is_before_first_gradient = self._ballot.step == 1 and not tally.exists
-        ballot, self._read = self._ballot, list
-        self._ballot = ballot._replace(gradients=Flags(), updates=Flags())  # memory
-        self.is_skipped = self._ballots.judge(ballot, tally)
+        assert self.read is not None
+        assert self.ballot is not None
+        self.is_known, tally, ballot = True, Tally.of(self.read()), self.ballot
+        self.is_before_first_gradient = ballot.step == 1 and not tally.exists
+        self.read = self.ballot = None  # memory
+        self.is_skipped = self.ballots.judge(ballot, tally)
         if not self.is_skipped:
             self.skip_mask = None
-
-    def is_good(self) -> bool:
-        """Whether the step may change parameters and state; waits for the decision."""
-        return self.is_known or Tally.of(self._read()).is_good
 
     def outcome(self) -> Literal["taken", "skipped", "undone"]:
         """The decision for a save, if the next step has not read it; waits for it, and logs it.
 
         It communicates nothing, as one rank may save alone: `settle` gives the words of all ranks.
         """
-        if self.is_good():
+        if self.read is None or self.ballot is None:
             return "taken"
-        tally = Tally.of(self._read())
-        logger.warning("step %d changed nothing; the next step says why", self._ballot.step)
-        has_bad_gradient_alone = tally._replace(gradient=0).is_good
-        return "skipped" if self._ballots.skips and has_bad_gradient_alone else "undone"
+        _, _, gradient, *others, sets = Tally.of(self.read())
+        if not any((gradient, *others, *sets)):
+            return "taken"
+        logger.warning("step %d changed nothing; the next step says why", self.ballot.step)
+        return "skipped" if self.ballots.skips and not any((*others, *sets)) else "undone"
 
 
 class Ballots:
@@ -228,6 +225,8 @@ class Ballots:
 
     Attributes:
         is_fresh: Whether no step has compared replicas since the start, or since a load.
+        updates: Matrices that this rank updated in the last step, for the next ballot; set if it
+            made NaN or inf.
     """
 
     def __init__(self, world: World, parameters: Parameters, *, skips: bool) -> None:
@@ -235,7 +234,7 @@ class Ballots:
         self._param_device, self._device = parameters.device, parameters.device
         if self._device.type == "cpu":
             self._device = control_device(world.group)
-        self.is_fresh = True
+        self.is_fresh, self.updates = True, Flags()
         # Indices of the parameters of each set of ranks, None for a set without this rank.
         self._indices_by_set: list[list[int] | None] = []
         for ranks in world.rank_sets:
@@ -245,8 +244,8 @@ class Ballots:
         # one in the last step, on the device.
         self._bounds = [largest_gradient(param) for param in parameters.params]
         self._sent_bounds: tuple[list[float], Tensor] = [], torch.empty(0)
-        # Failure of this rank, and its updates, for the next ballot.
-        self._failure, self._updates = "", Flags()
+        # Failure of this rank for the next ballot.
+        self._failure = ""
         self._no_marks = no_marks(world)
         # Steps in a row without a gradient of any matrix.
         self._num_idle = 0
@@ -271,7 +270,7 @@ class Ballots:
             text: Lines that must be alike on all ranks, or a `failure_text`.
             gradients: Gradients of this rank; None for a text alone and after a failure.
             replicas: Contents that replicas must share; None in most steps.
-            with_updates: Whether it carries what `report_updates` got.
+            with_updates: Whether it carries what ``updates`` holds.
         """
         params = self._params
         grads, misplaced = gradients or Gradients([None] * len(params), [])
@@ -284,7 +283,7 @@ class Ballots:
             if bounds != self._sent_bounds[0]:
                 self._sent_bounds = bounds, _sent(bounds, torch.float64, self._param_device)
             names = [params[i].name for i in full]
-            unusable = Flags(names, exceed(real([*full.values()]), self._sent_bounds[1]))
+            unusable = Flags(names, exceed([*full.values()], self._sent_bounds[1]))
         has_grad, exists = [grad is not None for grad in grads], 0
         if any(has_grad):
             is_matrix = (has and bool(p.views) for p, has in zip(params, has_grad, strict=True))
@@ -298,7 +297,7 @@ class Ballots:
         marks += [_ABSTENTION if mark is None else mark for mark in replicas.marks]
         negatives = [mark if mark == _ABSTENTION else -mark for mark in marks]
         vector = _sent([exists, 0, 0, *marks, *negatives], torch.int64, self._device)
-        updates = self._updates if with_updates else Flags()
+        updates = self.updates if with_updates else Flags()
         for position, flags in ((_GRADIENT, unusable), (_UPDATE, updates)):
             if flags.values is not None:
                 is_any = flags.values.any().to(self._device)
@@ -319,14 +318,14 @@ class Ballots:
             RuntimeError: On every rank, for what has failed on one of them.
         """
         reduced = self._reduce(ballot)
-        self._failure, self._updates = "", Flags()
+        self._failure, self.updates = "", Flags()
         skip_mask = reduced[2:].any()
         if self._num_idle == MAX_IDLE_STEPS - 1:  # one more such step is an error
             skip_mask |= reduced[0] < 2
         waits, read = ballot.waits, fetch(reduced) if not ballot.waits else reduced.tolist
         if waits is None:
             waits = Tally.of(read()).waits != 0
-        verdict = Verdict(self, ballot._replace(vector=skip_mask), read, skip_mask)
+        verdict = Verdict(self, ballot, read, skip_mask)
         if waits:
             verdict.settle()
             self.is_fresh &= verdict.is_before_first_gradient
@@ -339,7 +338,7 @@ class Ballots:
 
         Args:
             text: Text that must be alike on all ranks, or a `failure_text`.
-            with_updates: Whether to vote on what `report_updates` got, too; the next `vote` does
+            with_updates: Whether to vote on what ``updates`` holds, too; the next `vote` does
                 so again.
 
         Raises:
@@ -373,26 +372,9 @@ class Ballots:
         logger.error("%s failed here; the next vote raises it on all ranks", part, exc_info=error)
         self._failure = self._failure or failure_text(part, error)
 
-    def report_updates(
-        self, outcomes: Sequence[tuple[Sequence[str], Tensor]], skip_mask: Tensor | None
-    ) -> None:
-        """Keep which updates of this rank were NaN or inf, for the next ballot.
-
-        Args:
-            outcomes: Names of matrices, and a flag for each, on the device.
-            skip_mask: Mask of this step's `Verdict`: a step that changed nothing says nothing
-                about its updates.
-        """
-        if outcomes:
-            names, flags = zip(*outcomes, strict=True)
-            values = torch.cat(flags).flatten()
-            if skip_mask is not None:
-                values.masked_fill_(skip_mask, False)
-            self._updates = Flags([*itertools.chain(*names)], values)
-
     def log_updates(self) -> None:
         """Log which updates of this rank were left out in the last step; waits for it."""
-        for name in self._updates.names_set():
+        for name in self.updates.names_set():
             logger.warning(
                 "%s: the last update of this matrix was NaN or inf on rank %d and was left out: "
                 "what is saved now lacks it, and all ranks raise at their next step",
@@ -408,21 +390,17 @@ class Ballots:
                 "the coming step: ranks are about to do different things; this one (another one "
                 f"has other lines):\n{ballot.text}"
             )
-        try:
-            return self._judge(ballot, tally)
-        except Exception:
+        has_words = bool(tally.gradient or tally.update or any(tally.sets_differ))
+        if has_words or tally.texts_differ:
             # The step changed nothing, so what failed in it here needs no error of its own.
             self._failure = ""
-            raise
-
-    def _judge(self, ballot: Ballot, tally: Tally) -> bool:
         if tally.texts_differ:
             check_alike("the coming step", ballot.text, self._world.group)
-        words = {} if tally.is_good else self._gather_words(ballot)
+        words = self._gather_words(ballot) if has_words else {}
         num_sets = len(self._world.rank_sets)
         if any(tally.sets_differ[:num_sets]):
             self._raise_for_missing(ballot.step, words)
-        if ballot.step:
+        if ballot.step == 1 or self._num_idle or (ballot.step and tally.exists < 2):
             self._check_existence(ballot, tally.exists)
         if tally.update:
             self._raise_for_updates(words)
@@ -439,7 +417,8 @@ class Ballots:
             "parameters)"
         )
         if self.skips:
-            self._world.log_once(logging.WARNING, "step %d skipped: %s", ballot.step, reason)
+            if self._world.speaks:
+                logger.warning("step %d skipped: %s", ballot.step, reason)
             return True
         raise NonFiniteGradientError(
             f"{reason}; nothing was changed. Set nonfinite = 'skip_step' to go on without such "
@@ -495,9 +474,8 @@ class Ballots:
                 return
             pairs = zip(self._params, ballot.has_grad, strict=True)
             unused = [param.name for param, has_grad in pairs if param.views and not has_grad]
-            if unused:
-                self._world.log_once(
-                    logging.WARNING,
+            if unused and self._world.speaks:
+                logger.warning(
                     "%s: found no gradient in step 1, as of a parameter that the model does not "
                     "use, or no longer holds; it stays as it is until it has one",
                     first_names(unused),
@@ -514,9 +492,8 @@ class Ballots:
                 "fully_shard: it holds those that it was built with, unless a trainer swaps them "
                 "in its param_groups before the first step"
             )
-        if self._num_idle == 1:
-            stay = "%s: parameters and state stay as they are"
-            self._world.log_once(logging.WARNING, stay, text)
+        if self._num_idle == 1 and self._world.speaks:
+            logger.warning("%s: parameters and state stay as they are", text)
 
     def local_gradients(self) -> Gradients:
         """This rank's part of each gradient.

@@ -113,9 +113,11 @@ def read_groups(
         if isinstance(nesterov, bool):
             nesterov = momentum if nesterov else None
         beta1, beta2 = map(float, group["betas"])
+        rate = group["lr"] * group["lr_multiplier"]
+        is_on_cpu = isinstance(rate, Tensor) and rate.device.type == "cpu"
         settings.append(
             GroupSettings(
-                learning_rate(group),
+                float(rate) if is_on_cpu else rate,
                 float(group["weight_decay"]),
                 (beta1, beta2),
                 float(group["eps"]),
@@ -161,10 +163,3 @@ def is_below(value: object, end: float) -> bool:
         return isinstance(value, Real) and _LEAST_RATE <= float(value) < end
     except OverflowError:  # an int that is greater than any float
         return False
-
-
-def learning_rate(group: Mapping[str, Any]) -> float | Tensor:
-    """Learning rate of a group times its ``lr_multiplier``; a tensor only if it is on a device."""
-    rate: float | Tensor = group["lr"] * group["lr_multiplier"]
-    is_on_cpu = isinstance(rate, Tensor) and rate.device.type == "cpu"
-    return float(rate) if is_on_cpu else rate

@@ -25,7 +25,6 @@ from amo_dist.distributed.layout import (
     make_matrix,
 )
 from amo_dist.distributed.ranks import this_rank
-from amo_dist.engine.hyperparameters import learning_rate
 from amo_dist.operators.views import MatrixView
 
 # Shape, dtype and device of a tensor.
@@ -143,8 +142,9 @@ class Piece:
 
     @property
     def lr(self) -> float | Tensor:
-        """Learning rate: a number, or a 0-dim tensor if the group's lies on a device."""
-        return learning_rate(self.group)
+        """Learning rate times the group's multiplier: a number, or a 0-dim tensor."""
+        rate: float | Tensor = self.group["lr"] * self.group["lr_multiplier"]
+        return rate
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -21,6 +21,7 @@ Five invariants hold in every step:
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
@@ -44,7 +45,7 @@ from amo_dist.distributed.bucket import (
 from amo_dist.distributed.layout import cut_like
 from amo_dist.distributed.plan import Held, assign, plan_exchange
 from amo_dist.distributed.ranks import GroupLike, Membership, failure_text, this_rank
-from amo_dist.engine.ballot import Ballot, Ballots, Verdict, first_names
+from amo_dist.engine.ballot import Ballot, Ballots, Flags, Verdict, first_names
 from amo_dist.engine.hyperparameters import GroupSettings, read_groups
 from amo_dist.engine.parameters import MOMENTUM, Param, Parameters, Piece, check_float16
 from amo_dist.engine.replicas import mark_replicas
@@ -88,6 +89,7 @@ class Orders:
         candidates: Coefficients of the schedules whose errors the observation measures, float64 on
             the CPU, ``(schedules, steps, 3)``; None at most steps.
         checked: Name of the matrix whose residual is measured; None at most steps.
+        measures: Whether the step measures anything.
     """
 
     step: int
@@ -97,11 +99,7 @@ class Orders:
     sample: Sequence[str]
     candidates: Tensor | None
     checked: str | None
-
-    @property
-    def measures(self) -> bool:
-        """Whether the step measures anything."""
-        return bool(self.sample) or self.checked is not None
+    measures: bool
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -278,7 +276,10 @@ class Engine:
             every = range(len(self.parameters.matrices))
             self._exchanges = self._make_exchanges(every, orders.schedules, self.wire)
             self._owners = orders.owners
-            buckets = (bucket for exchange in self._exchanges for bucket in exchange.buckets)
+            buckets = [bucket for exchange in self._exchanges for bucket in exchange.buckets]
+            for bucket in buckets:
+                names = [self.parameters.matrices[index].name for index in bucket.owned]
+                bucket.label = f"orthogonalizing {first_names(names)}"
             sent = {id(piece) for bucket in buckets for piece in bucket.sent}
             self._unsent = [p for p in self._pieces.values() if id(p) not in sent]
         for exchange in self._exchanges if self._is_on_device else ():
@@ -333,14 +334,17 @@ class Engine:
         except Exception:
             if not self._are_agreed:
                 self.discard()
-            for exchange in self._exchanges:
-                exchange.release()
+            self._release()
             raise
         self._are_agreed = True
         if verdict.is_skipped or verdict.is_before_first_gradient:
-            for exchange in self._exchanges:
-                exchange.release()
+            self._release()
         return verdict
+
+    def _release(self) -> None:
+        """Free the memory of messages until the next step."""
+        for exchange in self._exchanges:
+            exchange.release()
 
     def discard(self) -> None:
         """Forget the exchanges: the next step makes new ones."""
@@ -362,7 +366,7 @@ class Engine:
             self._make_room()
         # Moving a gradient is a collective, which hangs if a rank has none or does not take part:
         # this waits for the backward pass until the step is known to be good.
-        if step.misplaced and verdict.is_good():
+        if step.misplaced and verdict.outcome() == "taken":
             for index in step.misplaced:
                 tensor = self.parameters.params[index].tensor
                 assert isinstance(tensor, DTensor)
@@ -374,18 +378,23 @@ class Engine:
                 self.guarded(step, "updating momentum", self._update_momentum)
             meanwhile = True
             for exchange in self._exchanges:
-                exchange.restore()
                 self.sent_bytes += exchange.sent_bytes
                 self._pipeline(step, exchange.buckets, meanwhile)
-                exchange.release()
                 meanwhile = False
+            if self._is_on_device:
+                self._release()
             if self.rule.has_post and self.parameters.matrices:
                 self._post(step)
         except BaseException:
             self.discard()  # messages under way must not arrive in the buffers of a later step
             raise
         self._norms = step.norms
-        self.ballots.report_updates(step.outcomes, step.skip_mask)
+        if step.outcomes:
+            names, flags = zip(*step.outcomes, strict=True)
+            values = torch.cat(flags).flatten()
+            if step.skip_mask is not None:  # a step that changed nothing says nothing
+                values.masked_fill_(step.skip_mask, False)
+            self.ballots.updates = Flags([*itertools.chain(*names)], values)
 
     def _make_room(self) -> None:
         """Bring the memory of messages back after a failure, which may be the lack of it.
@@ -401,6 +410,8 @@ class Engine:
             for param in self.parameters.params:
                 param.tensor.grad = None
             torch.accelerator.empty_cache()
+            for exchange in self._exchanges:
+                exchange.restore()
 
     def guarded(
         self,
@@ -457,11 +468,17 @@ class Engine:
                 states = [step.states[param.index] for param, _, _ in batch]
                 grads = [x.to(w.dtype) for (_, _, x), w in zip(batch, weights, strict=True)]
                 is_fused = not on_cpu(weights[0])
+                averages = [state["exp_avg"] for state in states]
+                squares = [state["exp_avg_sq"] for state in states]
+                if any(weight.is_complex() for weight in weights):
+                    weights, grads, averages, squares = map(
+                        real, (weights, grads, averages, squares)
+                    )
                 adamw(
-                    real(weights),
-                    real(grads),
-                    real([state["exp_avg"] for state in states]),
-                    real([state["exp_avg_sq"] for state in states]),
+                    list(weights),
+                    grads,
+                    averages,
+                    squares,
                     [],
                     [state["step"] for state in states],
                     foreach=not is_fused,
@@ -493,31 +510,25 @@ class Engine:
         """
         staying = [self._bucket(step, bucket) for bucket in buckets if not bucket.moves]
         moving = [self._bucket(step, bucket) for bucket in buckets if bucket.moves]
-
-        def advance(number: int) -> None:
-            """Run a bucket up to its next pause, or to its end; nothing without such a bucket."""
-            if 0 <= number < len(moving):
-                next(moving[number], None)
-
-        for number in range(BUCKETS_IN_FLIGHT):
-            advance(number)  # its gather starts
+        none: Iterator[None] = iter(())  # stands for a bucket before the first or after the last
+        runs = [none, *moving, *[none] * BUCKETS_IN_FLIGHT]
+        for run in moving[:BUCKETS_IN_FLIGHT]:
+            next(run, None)  # its gather starts
         if has_adamw:
             self.guarded(step, "AdamW", self._adamw)
         for run in staying:
             next(run, None)  # it never pauses
-        for number in range(len(moving) + 1):
-            advance(number)  # gathered and orthogonalized; its scatter starts
-            advance(number + BUCKETS_IN_FLIGHT)  # its gather starts, from buffers that are free now
-            advance(number - 1)  # its results have arrived, and are applied
+        for last, this, _, coming in zip(runs, runs[1:], runs[2:], [*runs[3:], none], strict=False):
+            next(this, None)  # gathered and orthogonalized; its scatter starts
+            next(coming, None)  # its gather starts, from buffers that are free now
+            next(last, None)  # its results have arrived, and are applied
 
     def _bucket(self, step: Step, bucket: Bucket) -> Iterator[None]:
         """One bucket, from momentum to updated parameters; pauses twice if it travels."""
         targets, wholes = (bucket.outgoing, math.nan), (bucket.wholes, 0.0)
-        names = [self.parameters.matrices[index].name for index in bucket.owned]
-        part = f"orthogonalizing {first_names(names)}"
         self.guarded(step, "updating momentum", self._send_momentum, bucket, instead=targets)
         yield from bucket.gather()
-        self.guarded(step, part, self._orthogonalize, bucket, instead=wholes)
+        self.guarded(step, bucket.label, self._orthogonalize, bucket, instead=wholes)
         yield from bucket.scatter()
         self.guarded(step, "updating matrices", self._take_results, bucket)
 

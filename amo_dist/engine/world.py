@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import logging
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -25,8 +24,6 @@ from amo_dist.distributed.ranks import (
 )
 from amo_dist.engine.parameters import Param, Parameters
 from amo_dist.schedule.types import MatrixInfo
-
-logger = logging.getLogger(__name__)
 
 # Matrices as ranks exchange them: the ranks that hold them, and the fields of each.
 Listed: TypeAlias = tuple[Sequence[int], Sequence[Sequence[Any]]]
@@ -48,6 +45,7 @@ class World:
         replica_sets: All sets of several such ranks in the world, sorted.
         names_by_ranks: Names of the matrices of this process, by the set of ranks that shares them.
         groups_by_ranks: Process group of each set of ranks that shares parameters with this one.
+        speaks: Whether this rank logs what all have agreed on.
         shares_all: Whether every rank shares every parameter, as under DDP and FSDP; False on a
             single process.
     """
@@ -62,12 +60,8 @@ class World:
     replica_sets: tuple[Ranks, ...]
     names_by_ranks: Mapping[Ranks, Sequence[str]]
     groups_by_ranks: Mapping[Ranks, dist.ProcessGroup | None]
+    speaks: bool
     shares_all: bool
-
-    def log_once(self, level: int, text: str, *args: object) -> None:
-        """Log what all ranks have agreed on; one of them does, for all."""
-        if self.rank == self.ranks[0]:
-            logger.log(level, text, *args)
 
 
 def gather_world(
@@ -131,6 +125,7 @@ def gather_world(
         replica_sets=tuple(sorted(set(map(tuple, replica_sets)))),
         names_by_ranks=names_by_ranks,
         groups_by_ranks=membership.groups(names_by_ranks, group),
+        speaks=this_rank() == members(group)[0],
         shares_all=len(by_rank) > 1 and num_holders == {len(by_rank)},
     )
 

@@ -94,6 +94,8 @@ def exceed(tensors: Tensors, bounds: Tensor) -> Tensor:
     Returns:
         Boolean, shape ``(len(tensors),)``.
     """
+    if any(map(Tensor.is_complex, tensors)):
+        tensors = real(tensors)
     if on_cpu(tensors[0]):
         largest = torch.cat([largest_entry(x.reshape(1, -1)).double().view(1) for x in tensors])
         return ~(largest <= bounds)
@@ -200,7 +202,7 @@ def advance(
     """
     for dtype, (buffers_part, grads_part, out_part) in _parts(buffers, grads, out):
         is_sgd = coefficient is None or coefficient == momentum
-        if not (is_sgd and _is_fused(buffers_part, grads_part)):
+        if on_cpu(buffers_part[0]) or not (is_sgd and _is_dense(buffers_part, grads_part)):
             update_momentum(buffers_part, grads_part, momentum, skip_mask=skip_mask)
             look_ahead(buffers_part, grads_part, coefficient, out_part)
             continue
@@ -245,14 +247,15 @@ def apply_update(
         by_factor: dict[float, list[int]] = defaultdict(list)
         for index, factor in enumerate(scales_part):
             by_factor[factor].append(index)
-        is_fused = not cautious and all(by_factor) and _is_fused(wide, steps)
+        # On a CPU the fused kernel would give an element other bits in another shard.
+        is_fused = not (on_cpu(wide[0]) or cautious) and all(by_factor) and _is_dense(wide, steps)
         for factor, indices in by_factor.items():
             alike, step_rate = [steps[index] for index in indices], rate * factor
             if is_fused:  # decoupled decay is that of SGD, over the scale of the gradient
                 targets, decay = [wide[index] for index in indices], weight_decay / factor
                 _fused_sgd(targets, alike, [], 0.0, False, step_rate, decay, skip_mask)
             else:
-                torch._foreach_mul_(alike, _in_dtype(step_rate, dtype))
+                torch._foreach_mul_(alike, _unless_skipped(None, step_rate, 0.0, dtype))
         kept = _unless_skipped(skip_mask, 1 - rate * weight_decay, 1.0, dtype)
         if weight_decay != 0 and cautious:
             torch._foreach_mul_(wide, list(map(_cautious, wide, updates_part, repeat(kept))))
@@ -264,12 +267,9 @@ def apply_update(
             torch._foreach_copy_(params_part, wide)
 
 
-def _is_fused(*lists: list[Tensor]) -> bool:
-    """Whether PyTorch's fused SGD takes these tensors.
-
-    On a CPU it would give an element other bits in another shard.
-    """
-    return not on_cpu(lists[0][0]) and all(map(Tensor.is_contiguous, itertools.chain(*lists)))
+def _is_dense(*lists: list[Tensor]) -> bool:
+    """Whether PyTorch's fused SGD takes these tensors."""
+    return all(map(Tensor.is_contiguous, itertools.chain(*lists)))
 
 
 def _fused_sgd(
@@ -340,17 +340,15 @@ def _cautious(values: Tensor, updates: Tensor, kept: float | Tensor) -> Tensor:
     return torch.where(values.sign() == updates.sign(), kept, torch.ones_like(values))
 
 
-def _in_dtype(value: float | Tensor, dtype: torch.dtype) -> float | Tensor:
-    """A number as it is, a tensor in a dtype: 0-dim float64 would promote 0-dim float32."""
-    return value.to(dtype) if isinstance(value, Tensor) else value
-
-
 def _unless_skipped(
     skip_mask: Tensor | None, value: float | Tensor, otherwise: float, dtype: torch.dtype
 ) -> float | Tensor:
-    """The value, or ``otherwise`` where the mask is true, which only the device may know by now."""
+    """The value, or ``otherwise`` where the mask is true, which only the device may know by now.
+
+    A tensor comes in the dtype: 0-dim float64 would promote 0-dim float32.
+    """
     if skip_mask is None:
-        return _in_dtype(value, dtype)
+        return value.to(dtype) if isinstance(value, Tensor) else value
     if not isinstance(value, Tensor):
         # A kernel fills it: a copy to the device would wait for the device.
         value = torch.full((), value, dtype=dtype, device=skip_mask.device)

@@ -106,15 +106,12 @@ def orthogonalize(
     coefficients = tuple(coefficients)
     sizes = step_sizes(backend, x.shape[-2:], coefficients, dtype, x.device)
 
-    def run(x: Tensor) -> Tensor:
-        first, known = first_iterate(x, norm_scale, preconditioner, dtype, eps)
-        return run_steps(first, coefficients, sizes, known, library or TORCH)
-
-    if x.dim() == 2 or not on_cpu(x):
-        return run(x)
     # On a CPU batched products have other bits than single ones.
-    results = [run(matrix) for matrix in x]
-    return results[0].unsqueeze(0) if len(results) == 1 else torch.stack(results)
+    is_loop, results = x.dim() == 3 and on_cpu(x), list[Tensor]()
+    for part in x if is_loop else (x,):
+        first, known = first_iterate(part, norm_scale, preconditioner, dtype, eps)
+        results.append(run_steps(first, coefficients, sizes, known, library or TORCH))
+    return torch.stack(results) if is_loop else results[0]
 
 
 def step_sizes(

@@ -72,8 +72,8 @@ _ELSEWHERE: Mapping[str, str] = MappingProxyType(
         "ns_coefficients": "schedule=Schedule(...) has the coefficients of each step",
         "fused": "devices run fused kernels by themselves",
         "foreach": "kernels run over lists of tensors by themselves",
-        "momentum": "config=MuonConfig(momentum=...), or the key of a parameter group",
-        "nesterov": "config=MuonConfig(nesterov=...), or the key of a parameter group",
+        "momentum": "its place is config, or the key of a parameter group",
+        "nesterov": "its place is config, or the key of a parameter group",
     }
 )
 # Optimizers that were made in this process over the same ranks and names.
@@ -156,7 +156,7 @@ class Muon(torch.optim.Optimizer):
             fail("config", type(config).__name__, "a MuonConfig: only AMO reads an AMOConfig")
         if unknown := sorted(set(own) - set(self.rule_class.defaults)):
             hints = [_ELSEWHERE[name] for name in unknown if name in _ELSEWHERE]
-            text = "; ".join(hints or [f"settings go into config={type(config).__name__}(...)"])
+            text = "; ".join([*hints, f"settings go into config={type(config).__name__}(...)"])
             raise TypeError(f"{type(self).__name__} got unexpected arguments {unknown}: {text}")
         if isinstance(params, torch.nn.Module):
             params = param_groups(params)
@@ -319,7 +319,9 @@ class Muon(torch.optim.Optimizer):
         # Weighted owners change once, at the lock, as new ones make all ranks wait.
         is_weighted = config.ownership == "balanced"
         is_locked = is_weighted and source.phase(number) == "locked"
-        every = config.ns_guard_every
+        every, checked = config.ns_guard_every, None
+        if every:
+            checked = matrix_to_check(self._engine.world.registry, number, every)
         return Orders(
             step=number,
             schedules=schedules,
@@ -327,7 +329,8 @@ class Muon(torch.optim.Optimizer):
             owners="locked" if is_locked else "first",
             sample=sample,
             candidates=coefficient_table(source.candidates()) if sample else None,
-            checked=matrix_to_check(self._engine.world.registry, number, every) if every else None,
+            checked=checked,
+            measures=bool(sample) or checked is not None,
         )
 
     def _decide(self, number: int) -> tuple[Sequence[Schedule], str]:
@@ -370,11 +373,11 @@ class Muon(torch.optim.Optimizer):
             self._engine.ballots.report_failure(f"step {step}: recording an observation", error)
             return
         self._schedule_state = dataclasses.replace(state, source=source)
-        if self.plan is not None:  # under a plan nothing is recorded: it was made just now
-            plan = str(self.plan)
-            world.log_once(logging.INFO, "the plan, beside the uniform schedule:\n%s", plan)
-        for line in remarks:
-            world.log_once(logging.WARNING, "%s", line)
+        if world.speaks:
+            if (plan := getattr(source, "plan", None)) is not None:  # it was made just now
+                logger.info("the plan, beside the uniform schedule:\n%s", plan)
+            for line in remarks:
+                logger.warning("%s", line)
 
     def _check_residual(self, orders: Orders, residual: float) -> None:
         """Warn of a residual above the bound."""
@@ -383,8 +386,9 @@ class Muon(torch.optim.Optimizer):
             return
         info = next(matrix for matrix in self._engine.world.registry if matrix.name == name)
         schedule = self.source.schedules(step)[self.source.key(info)]
-        self._engine.world.log_once(
-            logging.WARNING,
+        if not self._engine.world.speaks:
+            return
+        logger.warning(
             "step %d: %s, of type %s, is left with a Newton-Schulz residual of %.4g, above %g, "
             "by %d steps: %s",
             *(step, name, info.operator_type, residual, GUARD_BOUND, schedule.num_steps, schedule),
@@ -416,17 +420,16 @@ class Muon(torch.optim.Optimizer):
         world = gather_world(engine.parameters, rates, texts, engine.membership, group)
         self._check_matrices(len(world.registry))
         is_plain = all(len(param.layout.ranks) == 1 for param in params)
-        if self._process_group is None and len(world.ranks) > 1 and is_plain:
-            world.log_once(
-                logging.WARNING,
+        if self._process_group is None and len(world.ranks) > 1 and is_plain and world.speaks:
+            logger.warning(
                 "the parameters are plain tensors, and %d ranks run: each of them orthogonalizes "
                 "every matrix. Where they are replicas, as under DDP, write process_group="
                 "dist.group.WORLD in %s(...), and each matrix is orthogonalized once",
                 *(len(world.ranks), type(self).__name__),
             )
-        if self.source.name != "fixed" and not self.num_steps_taken and _holds_values(self.state):
-            world.log_once(
-                logging.WARNING,
+        is_new = self.source.name != "fixed" and not self.num_steps_taken
+        if is_new and _holds_values(self.state) and world.speaks:
+            logger.warning(
                 "%s begins at step 0, with momentum of an earlier run: to resume that, call "
                 "load_state_dict, or load_control_state_dict for state that was filled in place",
                 type(self).__name__,
@@ -675,9 +678,9 @@ class Muon(torch.optim.Optimizer):
                 configuration; names the rank.
         """
         with self.raise_on_all_ranks("load_state_dict"):
-            names, params = self._structure.names, self._engine.parameters.params
+            params_by_name, params = self.params_by_name, self._engine.parameters.params
             own = {p.name: {key: self.state[p.tensor][key] for key in p.state} for p in params}
-            loaded = load.read(self, self.params_by_name, names, own, state_dict)
+            loaded = load.read(self, params_by_name, self._structure.names, own, state_dict)
             schedule_state = self._restored(loaded.control)
             # Last: state of another optimizer has been named by then.
             kept, pairs = (

@@ -223,8 +223,8 @@ class Amo(Source):
 
     def __init__(self, config: AMOConfig) -> None:
         self.config = config
-        # Step of the last observation.
-        self.last_observation = 0
+        # Step of the last observation, and steps between two of them.
+        self.last_observation = self._interval = 0
         # Observations of the plan, or those toward it.
         self.observations: tuple[Observation, ...] = ()
         self.plan: Plan | None = None
@@ -240,7 +240,8 @@ class Amo(Source):
 
     def _set_last_observation(self) -> None:
         """Find the step of the last observation; at least one is made after a plan was dropped."""
-        following = (self._errors_since // self.config.interval + 1) * self.config.interval
+        self._interval = self.config.interval
+        following = (self._errors_since // self._interval + 1) * self._interval
         self.last_observation = max(self.config.observe_until, following)
 
     def bind(self, registry: Sequence[MatrixInfo]) -> None:
@@ -300,7 +301,7 @@ class Amo(Source):
 
     def sample(self, step: int) -> Sequence[str]:
         """Names of the matrices to observe at a step, sorted; none at most steps."""
-        if self.plan is not None or step > self.last_observation or step % self.config.interval:
+        if self.plan is not None or step > self.last_observation or step % self._interval:
             return ()
         return sorted(matrix.name for drawn in self._drawn(step).values() for matrix in drawn)
 

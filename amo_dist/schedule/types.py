@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -39,9 +40,13 @@ class Schedule:
 
     def __post_init__(self) -> None:
         triples = self.coefficients
-        if not (isinstance(triples, tuple) and triples and all(map(_is_triple, triples))):
+        is_table = isinstance(triples, tuple) and len(triples) > 0
+        is_table = is_table and all(isinstance(t, tuple) and len(t) == 3 for t in triples)
+        values = [*itertools.chain(*triples)] if is_table else []
+        if not (is_table and all(type(x) is float and math.isfinite(x) for x in values)):
             fail("coefficients", triples, "a non-empty tuple of (a, b, c), each a finite float")
-        if not (_is_finite_float(self.norm_scale) and self.norm_scale > 0):
+        scale = self.norm_scale
+        if not (type(scale) is float and math.isfinite(scale) and scale > 0):
             fail("norm_scale", self.norm_scale, "a finite float > 0")
         if self.preconditioner not in PRECONDITIONERS:
             fail("preconditioner", self.preconditioner, " or ".join(map(repr, PRECONDITIONERS)))
@@ -99,11 +104,3 @@ class Measurement(NamedTuple):
     ell: float
     is_clamped: bool
     errors: Sequence[float]
-
-
-def _is_finite_float(value: object) -> bool:
-    return type(value) is float and math.isfinite(value)
-
-
-def _is_triple(triple: object) -> bool:
-    return isinstance(triple, tuple) and len(triple) == 3 and all(map(_is_finite_float, triple))
