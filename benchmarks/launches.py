@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from amo_dist import Muon, MuonConfig, param_groups
+from amo_dist import Muon, MuonConfig, make_optimizer, param_groups
 from amo_dist.distributed.layout import local_tensor
 from benchmarks.measure import report
 from benchmarks.shapes import MODELS, shapes_by_name
@@ -43,8 +43,10 @@ def main(args: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.launches", description=__doc__)
     parser.add_argument("--params", default="float32", choices=("float32", "bfloat16", "master"))
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--optimizer", default="Muon", choices=("Muon", "NorMuon", "AdaMuon"))
+    parser.add_argument("--cautious", action="store_true", help="with cautious decay")
     options = parser.parse_args(args)
-    device, num_elements = count(options.params)
+    device, num_elements = count(options.params, options.optimizer, options.cautious)
     # Products are counted by their flops elsewhere; zeros stand in for transfers here.
     passes = [x for name, x in device.bytes.items() if not name.endswith(("mm", "zero_"))]
     row = {
@@ -57,11 +59,13 @@ def main(args: Sequence[str] | None = None) -> int:
     return 0
 
 
-def count(params: str) -> tuple[Device, int]:
+def count(params: str, name: str = "Muon", cautious: bool = False) -> tuple[Device, int]:
     """The device after one step, and elements of the rank's shards of matrices.
 
     Args:
         params: Dtype of the parameters, or ``master``: bfloat16 with master weights.
+        name: Name of the optimizer.
+        cautious: Whether weights decay only where the update has their sign.
     """
     torch.set_num_threads(1)
     is_master = params == "master"
@@ -76,8 +80,10 @@ def count(params: str) -> tuple[Device, int]:
                 # A narrower model has as many buckets.
                 bucket_bytes=MuonConfig().bucket_bytes // NARROWER**2,
                 bfloat16_params="master" if is_master else "nearest",
+                cautious_decay=cautious,
             )
-            optimizer = Muon(param_groups(module), lr=1e-3, config=config)
+            optimizer = make_optimizer(name, param_groups(module), lr=1e-3, config=config)
+            assert isinstance(optimizer, Muon)
             states = optimizer.state.values()
             momenta = [state["momentum_buffer"] for state in states if "momentum_buffer" in state]
             num_elements = sum(local_tensor(momentum).numel() for momentum in momenta)

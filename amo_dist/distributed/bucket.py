@@ -91,8 +91,8 @@ class Bucket:
 
         if self.moves:
             self._to_owners, self._from_holders, self._to_holders, self._from_owners = sides
-            self._arrivals = in_wholes(_flat(plan.from_holders))
-            self._departures = in_wholes(_flat(plan.to_holders))
+            self._wholes_in = in_wholes(_flat(plan.from_holders))
+            self._wholes_out = in_wholes(_flat(plan.to_holders))
             self.outgoing, self.incoming = self._to_owners.parts, self._from_owners.parts
         else:
             self.outgoing = in_wholes(_flat(plan.to_owners))
@@ -106,15 +106,15 @@ class Bucket:
             yield
             with record_function("amo::gather"):
                 work.wait()
-                if self._arrivals:
-                    torch._foreach_copy_(self._arrivals, self._from_holders.parts)
+                if self._wholes_in:
+                    torch._foreach_copy_(self._wholes_in, self._from_holders.parts)
 
     def scatter(self) -> Iterator[None]:
         """Send the results in ``wholes`` back, into ``incoming``; pauses on their way."""
         if self.moves:
             with record_function("amo::scatter"):
-                if self._departures:
-                    torch._foreach_copy_(self._to_holders.parts, self._departures)
+                if self._wholes_out:
+                    torch._foreach_copy_(self._to_holders.parts, self._wholes_out)
                 work = self._exchange(self._to_holders, self._from_owners)
             yield
             with record_function("amo::scatter"):

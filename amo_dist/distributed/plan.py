@@ -178,11 +178,14 @@ def plan_exchange(
         rank: Rank whose view to plan.
         peers: Global ranks in the order of the process group.
         itemsize: Bytes of an element on the wire.
-        bucket_bytes: Most bytes that one owner gathers in one bucket.
+        bucket_bytes: Most bytes that one owner gathers in one bucket, times the number of replicas
+            that get the results.
     """
     moving = [job for job in jobs if not _is_local(job, matrices[job.matrix])]
     own = [job for job in jobs if job.owner == rank and _is_local(job, matrices[job.matrix])]
-    most = bucket_bytes // itemsize
+    # A rank receives the results of the owners of all replicas.
+    num_replicas = max((len(matrices[job.matrix].replicas) for job in moving), default=1)
+    most = bucket_bytes // itemsize // num_replicas
     moving_groups, local_groups = (_group(part, matrices, most) for part in (moving, own))
     return ExchangePlan(
         rank=rank,

@@ -233,7 +233,7 @@ class Membership:
         """The process group of the world, None for a single rank; a collective over these ranks.
 
         Args:
-            device: Device of the parameters, on which small messages travel where a group has no
+            device: Device of the matrices, on which small messages travel where a group has no
                 backend for the CPU.
 
         Raises:

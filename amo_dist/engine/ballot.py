@@ -7,7 +7,7 @@ Each rank sends a `Ballot`, whose vector of integers one all-reduce brings to it
     1 + the rank whose last update was NaN or inf; 0 without one
     marks: whether the rank waits, its text, which gradients exist in each set of ranks, and what
         each set of replicas holds
-    the negatives of all marks: greatest mark plus greatest negative is 0 if all are alike
+    the negatives of all marks: greatest mark plus greatest negative is at most 1 if all are alike
 
 Every rank gets the same `Tally` of that, so no rank raises while others wait for it. Words, with
 the culprit named, are gathered only if the tally is bad. A rank that could not prepare its step
@@ -117,6 +117,7 @@ class Ballot(NamedTuple):
         text: Lines that must be alike on all ranks, or a `failure_text`.
         has_grad: Whether each parameter has a gradient.
         gradients: Parameters with a gradient on this rank; set if it is NaN, inf or too large.
+        num_idle: Steps in a row without a gradient of any matrix.
         updates: Matrices that this rank updated in the last step; set if it made NaN or inf.
         replicas: Contents of this rank that its replicas must share.
         vector: Integers of which the vote takes the maximum over ranks, int64, 1-D.
@@ -202,13 +203,15 @@ class Verdict:
             self.skip_mask = None
 
     def outcome(self) -> Literal["taken", "skipped", "undone"]:
-        """The decision for a save, if the next step has not read it; waits for it, and logs it.
+        """The part of the decision that nobody has read: ``taken`` once it is read; waits for it.
 
-        It communicates nothing, as one rank may save alone: `settle` gives the words of all ranks.
+        It communicates nothing, as one rank may save alone, and logs a bad step: `settle` gives the
+        words of all ranks.
         """
         if self.read is None or self.ballot is None:
             return "taken"
-        _, _, gradient, *others, sets = Tally.of(self.read())
+        exists, _, gradient, *others, sets = Tally.of(self.read())
+        others.append(int(exists < 2 and self.ballots.num_idle == MAX_IDLE_STEPS - 1))
         if not any((gradient, *others, *sets)):
             return "taken"
         logger.warning("step %d changed nothing; the next step says why", self.ballot.step)
@@ -225,6 +228,7 @@ class Ballots:
 
     Attributes:
         is_fresh: Whether no step has compared replicas since the start, or since a load.
+        num_idle: Steps in a row without a gradient of any matrix.
         updates: Matrices that this rank updated in the last step, for the next ballot; set if it
             made NaN or inf.
     """
@@ -247,8 +251,7 @@ class Ballots:
         # Failure of this rank for the next ballot.
         self._failure = ""
         self._no_marks = no_marks(world)
-        # Steps in a row without a gradient of any matrix.
-        self._num_idle = 0
+        self.num_idle = 0
 
     # ---------------------------------------------------------------- before a step
 
@@ -320,7 +323,7 @@ class Ballots:
         reduced = self._reduce(ballot)
         self._failure, self.updates = "", Flags()
         skip_mask = reduced[2:].any()
-        if self._num_idle == MAX_IDLE_STEPS - 1:  # one more such step is an error
+        if self.num_idle == MAX_IDLE_STEPS - 1:  # one more such step is an error
             skip_mask |= reduced[0] < 2
         waits, read = ballot.waits, fetch(reduced) if not ballot.waits else reduced.tolist
         if waits is None:
@@ -328,7 +331,7 @@ class Ballots:
         verdict = Verdict(self, ballot, read, skip_mask)
         if waits:
             verdict.settle()
-            self.is_fresh &= verdict.is_before_first_gradient
+            self.is_fresh &= verdict.is_before_first_gradient or verdict.is_skipped
         return verdict
 
     def vote_on_text(self, text: str, *, with_updates: bool = False) -> None:
@@ -357,6 +360,7 @@ class Ballots:
             dist.all_reduce(vector, op=dist.ReduceOp.MAX, group=group)
         flags, marks = vector[:_NUM_FLAGS], vector[_NUM_FLAGS:].view(2, -1)
         spreads = marks.sum(dim=0) > 1
+        # The first two are never bad, and all others are unless they are 0.
         return torch.cat([flags[:1], marks[0, :1], flags[1:], spreads.to(torch.int64)])
 
     def report_failure(self, part: str, error: Exception) -> None:
@@ -392,7 +396,7 @@ class Ballots:
             )
         has_words = bool(tally.gradient or tally.update or any(tally.sets_differ))
         if has_words or tally.texts_differ:
-            # The step changed nothing, so what failed in it here needs no error of its own.
+            # The step changed nothing: what failed here while it ran under the mask needs no error.
             self._failure = ""
         if tally.texts_differ:
             check_alike("the coming step", ballot.text, self._world.group)
@@ -400,7 +404,7 @@ class Ballots:
         num_sets = len(self._world.rank_sets)
         if any(tally.sets_differ[:num_sets]):
             self._raise_for_missing(ballot.step, words)
-        if ballot.step == 1 or self._num_idle or (ballot.step and tally.exists < 2):
+        if ballot.step and (ballot.step == 1 or self.num_idle or tally.exists < 2):
             self._check_existence(ballot, tally.exists)
         if tally.update:
             self._raise_for_updates(words)
@@ -468,8 +472,8 @@ class Ballots:
                 with gradients.
         """
         step, registry = ballot.step, self._world.registry
-        self._num_idle = 0 if exists == 2 else self._num_idle + 1
-        if not self._num_idle:
+        self.num_idle = 0 if exists == 2 else self.num_idle + 1
+        if not self.num_idle:
             if step > 1:
                 return
             pairs = zip(self._params, ballot.has_grad, strict=True)
@@ -483,16 +487,16 @@ class Ballots:
             return
         names = [matrix.name for matrix in registry] or [param.name for param in self._params]
         text = f"{first_names(names)}: found no gradient on any rank in step {step}"
-        if self._num_idle >= MAX_IDLE_STEPS or (exists and step == 1):
-            count = f", the last of {self._num_idle} such steps" if self._num_idle > 1 else ""
-            self._num_idle -= 1  # the step did not count
+        if self.num_idle >= MAX_IDLE_STEPS or (exists and step == 1):
+            count = f", the last of {self.num_idle} such steps" if self.num_idle > 1 else ""
+            self.num_idle -= 1  # the step did not count
             raise MissingGradientError(
                 f"{text}{count}, expected that of one at least: call backward() before step(), and "
                 "build the optimizer after all that replaces the model's parameters, such as "
                 "fully_shard: it holds those that it was built with, unless a trainer swaps them "
                 "in its param_groups before the first step"
             )
-        if self._num_idle == 1 and self._world.speaks:
+        if self.num_idle == 1 and self._world.speaks:
             logger.warning("%s: parameters and state stay as they are", text)
 
     def local_gradients(self) -> Gradients:

@@ -92,15 +92,15 @@ class UpdateRule:
         """
         return {}
 
-    def pre(self, momentum: Tensor, piece: Piece) -> Tensor:
-        """The matrix to orthogonalize, from this piece's momentum.
+    def pre(self, momenta: Sequence[Tensor], pieces: Sequence[Piece]) -> Sequence[Tensor]:
+        """The matrices to orthogonalize, from the momentum of some pieces of this rank.
 
         Args:
-            momentum: Momentum with Nesterov's step if that is on, at least float32; a copy that may
-                be overwritten.
-            piece: The piece.
+            momenta: Momentum of each piece, with Nesterov's step if that is on, at least float32;
+                copies that may be overwritten.
+            pieces: The pieces.
         """
-        return momentum
+        return momenta
 
     def sums(self, matrix: Matrix) -> tuple[int, ...]:
         """Number of elements of each sum that `post` asks for, call by call; 0 for none.
@@ -205,9 +205,10 @@ class MatrixSums:
                         continue
                     sizes = [self._sizes[name][number] for name in names]
                     vector = torch.zeros(sum(sizes), dtype=self._dtype, device=device)
-                    for name, part in zip(names, vector.split(sizes), strict=True):
-                        if name in totals:
-                            part.copy_(totals[name])
+                    pairs = list(zip(names, vector.split(sizes), strict=True))
+                    if parts := [part for name, part in pairs if name in totals]:
+                        own = [totals[name] for name in names if name in totals]
+                        torch._foreach_copy_(parts, own)
                     dist.all_reduce(vector, group=group)
                     sums = vector.to(self._parameters.device).split(sizes)
                     totals.update(zip(names, sums, strict=True))

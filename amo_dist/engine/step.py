@@ -59,6 +59,7 @@ from amo_dist.kernels.elementwise import (
     drop_nonfinite,
     look_ahead,
     master_weights,
+    new_lists,
     on_cpu,
     real,
     set_weights,
@@ -83,8 +84,8 @@ class Orders:
         step: Optimizer step, counted from 1.
         schedules: Schedule of each matrix of this process.
         digest: Digest of the settings, of all schedules and of the source's state.
-        owners: Schedules by whose work owners are chosen: those of the ``first`` step, or the
-            ``locked`` ones.
+        owners_by: Schedules by whose work owners are chosen: those of the ``first`` step, which
+            serve up to the lock, or the ``locked`` ones.
         sample: Names of the matrices to observe after the step; empty at most steps.
         candidates: Coefficients of the schedules whose errors the observation measures, float64 on
             the CPU, ``(schedules, steps, 3)``; None at most steps.
@@ -95,7 +96,7 @@ class Orders:
     step: int
     schedules: Sequence[Schedule]
     digest: str
-    owners: Literal["first", "locked"]
+    owners_by: Literal["first", "locked"]
     sample: Sequence[str]
     candidates: Tensor | None
     checked: str | None
@@ -141,7 +142,7 @@ class Step:
 
 # A change of a parameter: its piece, or None for all of it; and its gradient of AdamW, its
 # orthogonalized momentum, or its new weights.
-Update: TypeAlias = tuple[Param, "Piece | None", Tensor]
+Change: TypeAlias = tuple[Param, "Piece | None", Tensor]
 
 
 class Engine:
@@ -187,12 +188,13 @@ class Engine:
         self._dtype: torch.dtype = getattr(torch, config.ns_dtype)
         assert config.wire_dtype is not None
         self.wire: torch.dtype = getattr(torch, config.wire_dtype)
-        self._is_on_device = parameters.device.type != "cpu"
-        self.device = parameters.matrix_device
+        self._params_on_device = parameters.device.type != "cpu"
+        self.matrix_device = parameters.matrix_device
         # Argument of `read_groups`.
         self.check = rule.check if rule.has_check else None
-        self._library = library(config.ns_kernels, self.device, self._dtype)
-        self._is_staged = self.device != parameters.device
+        self._library = library(config.ns_kernels, self.matrix_device, self._dtype)
+        self._is_offloaded = self.matrix_device != parameters.device
+        self._frees_memory = self.matrix_device.type != "cpu"
         check_float16(parameters, groups, config.bfloat16_params)
         shapes = [m.shape if m.dim == 0 else m.shape[::-1] for m in parameters.matrices]
         self.update_scales = [UpdateRule.scale(rule, shape) for shape in shapes]
@@ -213,11 +215,11 @@ class Engine:
                 self._empty_pieces.append(Piece(matrix, region, scale, param, self._groups))
         # Pieces whose momentum another replica sends to the owner.
         self._unsent: list[Piece] = []
-        # Exchanges of training, and `Orders.owners` of their plan. Until all ranks have agreed on
-        # them they are made anew.
+        # Exchanges of training, and `Orders.owners_by` of their plan. Until all ranks have agreed
+        # on them they are made anew.
         self._exchanges: list[Exchange] = []
-        self._owners: str | None = None
-        self._are_agreed = False
+        self._owners_by: str | None = None
+        self._plan_is_agreed = False
         self.sent_bytes = 0
         # `Step.norms` of the last step, for metrics.
         self._norms: list[tuple[float, Tensor]] = []
@@ -246,9 +248,12 @@ class Engine:
             states[tensor] = state
         self.parameters.note_state(states)
 
-    def connect(self, world: World, identity: str) -> None:
+    def connect(self, world: World, name: str) -> None:
         """Take the structure on which all ranks have agreed, and the optimizer's name."""
-        self._identity = identity
+        first, num_others = self.parameters.params[0].name, len(self.parameters.params) - 1
+        # Stages of a pipeline have parameters of their own.
+        own = f" over {first} and {num_others} more parameters" if world.shares_all else ""
+        self._identity = name + own
         skips = self.config.nonfinite == "skip_step"
         self.world, self.ballots = world, Ballots(world, self.parameters, skips=skips)
         self.is_connected = True
@@ -264,26 +269,27 @@ class Engine:
             state: Its state, by parameter.
         """
         self._groups[:] = groups
+        self.sent_bytes, self._norms = 0, []
         settings = read_groups(groups, self.check, self.rule.defaults)
         weights, states = self.parameters.tensors(state)
         gradients = self.ballots.local_gradients()
-        is_new = orders.owners != self._owners or not self._are_agreed
+        needs_plan = orders.owners_by != self._owners_by or not self._plan_is_agreed
         # The host must know now whether the step is skipped (an observation of it is invalid),
         # lacks buffers (it cannot run), or comes before the first gradient (it does not count).
-        waits = not self._is_on_device or is_new or orders.measures or self.ballots.is_fresh
-        if is_new:
+        waits = not self._params_on_device or needs_plan or orders.measures or self.ballots.is_fresh
+        if needs_plan:
             self.discard()  # memory, before new buffers are made
             every = range(len(self.parameters.matrices))
             self._exchanges = self._make_exchanges(every, orders.schedules, self.wire)
-            self._owners = orders.owners
+            self._owners_by = orders.owners_by
             buckets = [bucket for exchange in self._exchanges for bucket in exchange.buckets]
             for bucket in buckets:
                 names = [self.parameters.matrices[index].name for index in bucket.owned]
                 bucket.label = f"orthogonalizing {first_names(names)}"
             sent = {id(piece) for bucket in buckets for piece in bucket.sent}
             self._unsent = [p for p in self._pieces.values() if id(p) not in sent]
-        for exchange in self._exchanges if self._is_on_device else ():
-            exchange.restore()
+        if self._frees_memory:
+            self._restore()
         sampled = list[Exchange]()
         if orders.sample:
             names = [matrix.name for matrix in self.parameters.matrices]
@@ -296,7 +302,7 @@ class Engine:
             self._identity,
             f"settings, schedules and state {orders.digest}",
             f"measured {list(orders.sample)}, {orders.checked}",
-            f"{'a new' if is_new else 'the last'} exchange plan",
+            f"{'a new' if needs_plan else 'the last'} exchange plan",
             f"{'waits' if waits else 'does not wait'} for the verdict",
         ]
         if self.world.shares_all:  # stages of a pipeline have groups of their own
@@ -309,7 +315,16 @@ class Engine:
             params = self.parameters.params
             replicas = mark_replicas(self.world, params, weights, states, placed)
         ballot = self.ballots.fill(orders.step, waits, "\n".join(lines), gradients, replicas)
-        return Step(ballot, orders, settings, weights, states, *gradients, sampled)
+        return Step(
+            ballot,
+            orders,
+            settings,
+            weights,
+            states,
+            grads=gradients.local,
+            misplaced=gradients.misplaced,
+            sampled=sampled,
+        )
 
     def give_up(self, number: int, error: Exception) -> Step:
         """A step that this rank could not prepare: it tells all ranks why, and only communicates.
@@ -332,23 +347,28 @@ class Engine:
         try:
             verdict = self.ballots.vote(step.ballot)
         except Exception:
-            if not self._are_agreed:
+            if not self._plan_is_agreed:
                 self.discard()
             self._release()
             raise
-        self._are_agreed = True
+        self._plan_is_agreed = True
         if verdict.is_skipped or verdict.is_before_first_gradient:
             self._release()
         return verdict
 
+    def _restore(self) -> None:
+        """Bring the memory of messages back."""
+        for exchange in self._exchanges:
+            exchange.restore()
+
     def _release(self) -> None:
-        """Free the memory of messages until the next step."""
+        """Free the memory of messages on a device until the next step."""
         for exchange in self._exchanges:
             exchange.release()
 
     def discard(self) -> None:
         """Forget the exchanges: the next step makes new ones."""
-        self._exchanges, self._owners, self._are_agreed = [], None, False
+        self._exchanges, self._owners_by, self._plan_is_agreed = [], None, False
 
     def run(self, step: Step, verdict: Verdict) -> None:
         """Update every parameter; a collective over the ranks that share parameters.
@@ -361,7 +381,7 @@ class Engine:
             step: Step on which all ranks have voted.
             verdict: Verdict that lets it run, or which nobody has read yet.
         """
-        step.skip_mask, self.sent_bytes = verdict.skip_mask, 0
+        step.skip_mask = verdict.skip_mask
         if step.orders is None:
             self._make_room()
         # Moving a gradient is a collective, which hangs if a rank has none or does not take part:
@@ -381,13 +401,15 @@ class Engine:
                 self.sent_bytes += exchange.sent_bytes
                 self._pipeline(step, exchange.buckets, meanwhile)
                 meanwhile = False
-            if self._is_on_device:
+            if self._params_on_device:
                 self._release()
             if self.rule.has_post and self.parameters.matrices:
                 self._post(step)
         except BaseException:
             self.discard()  # messages under way must not arrive in the buffers of a later step
             raise
+        if self._frees_memory:
+            self._release()
         self._norms = step.norms
         if step.outcomes:
             names, flags = zip(*step.outcomes, strict=True)
@@ -404,14 +426,12 @@ class Engine:
         ranks raise before they could be used.
         """
         try:
-            for exchange in self._exchanges:
-                exchange.restore()
+            self._restore()
         except torch.OutOfMemoryError:
             for param in self.parameters.params:
                 param.tensor.grad = None
             torch.accelerator.empty_cache()
-            for exchange in self._exchanges:
-                exchange.restore()
+            self._restore()
 
     def guarded(
         self,
@@ -511,14 +531,14 @@ class Engine:
         staying = [self._bucket(step, bucket) for bucket in buckets if not bucket.moves]
         moving = [self._bucket(step, bucket) for bucket in buckets if bucket.moves]
         none: Iterator[None] = iter(())  # stands for a bucket before the first or after the last
-        runs = [none, *moving, *[none] * BUCKETS_IN_FLIGHT]
+        runs = [none, *moving, none, none, none]
         for run in moving[:BUCKETS_IN_FLIGHT]:
             next(run, None)  # its gather starts
         if has_adamw:
             self.guarded(step, "AdamW", self._adamw)
         for run in staying:
             next(run, None)  # it never pauses
-        for last, this, _, coming in zip(runs, runs[1:], runs[2:], [*runs[3:], none], strict=False):
+        for last, this, coming in zip(runs, runs[1:], runs[1 + BUCKETS_IN_FLIGHT :], strict=False):
             next(this, None)  # gathered and orthogonalized; its scatter starts
             next(coming, None)  # its gather starts, from buffers that are free now
             next(last, None)  # its results have arrived, and are applied
@@ -545,7 +565,7 @@ class Engine:
         if not bucket.sent:
             return
         with record_function("amo::momentum"):
-            staging = on_host(bucket.outgoing) if self._is_staged else bucket.outgoing
+            staging = on_host(bucket.outgoing) if self._is_offloaded else bucket.outgoing
             rows_by_form = defaultdict[Any, list[tuple[Piece, Tensor, Tensor]]](list)
             for piece, target in zip(bucket.sent, staging, strict=True):
                 if (grad := step.grads[piece.param.index]) is None:
@@ -561,16 +581,16 @@ class Engine:
                 buffers = [piece.view(state[MOMENTUM]) for piece, state in pairs]
                 out = targets
                 if self.rule.has_pre:  # before anything is rounded to travel
-                    out = [torch.empty_like(x, dtype=wide_dtype(x.dtype)) for x in buffers]
+                    dtype = wide_dtype(*(buffer.dtype for buffer in buffers))
+                    _, (out,) = new_lists(buffers, dtype, 1)
                 if advances:
                     mask = step.skip_mask
                     advance(buffers, grads, momentum, lookahead, out, skip_mask=mask)
                 else:
                     look_ahead(buffers, grads, lookahead, out)
                 if self.rule.has_pre:
-                    for piece, target, values in zip(pieces, targets, out, strict=True):
-                        target.copy_(self.rule.pre(values, piece))
-            if self._is_staged:
+                    torch._foreach_copy_(targets, list(self.rule.pre(out, pieces)))
+            if self._is_offloaded:
                 torch._foreach_copy_(bucket.outgoing, staging, non_blocking=True)
 
     def _orthogonalize(self, step: Step, bucket: Bucket) -> None:
@@ -614,14 +634,18 @@ class Engine:
     def _take_results(self, step: Step, bucket: Bucket) -> None:
         """Apply results, or keep them for the rule's `post`."""
         results = bucket.incoming
-        if self._is_staged and results:
+        if self._is_offloaded and results:
             results = bring_down(results)
         pairs = zip(bucket.received, results, strict=True)
         present = [(piece, x) for piece, x in pairs if step.grads[piece.param.index] is not None]
-        if self.rule.has_post:  # the memory of the bucket serves the next one
-            step.results += [(piece, x if self._is_staged else x.clone()) for piece, x in present]
-        else:
+        if not self.rule.has_post:
             self._apply(step, present)
+        elif present:
+            pieces, kept = map(list, zip(*present, strict=True))
+            if not self._is_offloaded:  # the memory of the bucket serves the next one
+                results, (kept,) = kept, new_lists(kept, self.wire, 1)[1]
+                torch._foreach_copy_(kept, results)
+            step.results += zip(pieces, kept, strict=True)
 
     def _post(self, step: Step) -> None:
         """Apply what the rule makes of all results of this rank; a collective for each sum."""
@@ -681,14 +705,14 @@ class Engine:
                 )
 
     def _batches(
-        self, step: Step, updates: Sequence[Update]
-    ) -> Iterator[tuple[GroupSettings, Sequence[Update], Sequence[Tensor]]]:
+        self, step: Step, updates: Sequence[Change]
+    ) -> Iterator[tuple[GroupSettings, Sequence[Change], Sequence[Tensor]]]:
         """Updates that are computed together: settings of their group, updates, weights to change.
 
         The weights are float32 where there are master weights, and those are lent in parts: copies
         of all would be a second model in memory.
         """
-        parts: dict[tuple[int, int], list[Update]] = defaultdict(list)
+        parts: dict[tuple[int, int], list[Change]] = defaultdict(list)
         num_lent = 0
         for update in updates:
             param, _, change = update
@@ -698,14 +722,17 @@ class Engine:
                 part = 1 + num_lent // GROUP_ELEMENTS
             parts[param.group, part].append(update)
         for (group, part), batch in parts.items():
-            weights = [step.weights[param.index] for param, _, _ in batch]
-            weights = [p.view(x) if p else x for (_, p, _), x in zip(batch, weights, strict=True)]
+            lists = [[step.weights[param.index] for param, _, _ in batch]]
+            if part:
+                lists.append([step.states[param.index][ROUNDED_OFF] for param, _, _ in batch])
+            weights, *left = (
+                [piece.view(x) if piece else x for (_, piece, _), x in zip(batch, own, strict=True)]
+                for own in lists
+            )
             if not part:
                 yield step.settings[group], batch, weights
                 continue
-            left = [step.states[param.index][ROUNDED_OFF] for param, _, _ in batch]
-            left = [p.view(x) if p else x for (_, p, _), x in zip(batch, left, strict=True)]
-            with master_weights(weights, left) as masters:
+            with master_weights(weights, *left) as masters:
                 yield step.settings[group], batch, masters
 
     # ---------------------------------------------------------------- plans and buffers
@@ -762,7 +789,14 @@ class Engine:
                 bucket_bytes=config.bucket_bytes,
             )
             exchanges.append(
-                Exchange(plan, matrices, self._pieces, group=group, device=self.device, dtype=dtype)
+                Exchange(
+                    plan,
+                    matrices,
+                    self._pieces,
+                    group=group,
+                    device=self.matrix_device,
+                    dtype=dtype,
+                )
             )
         return exchanges
 

@@ -34,7 +34,7 @@ _CACHED_ELEMENTS = 2**18
 
 
 def on_cpu(x: Tensor) -> bool:
-    """Whether work on a tensor is done when its call returns, and caches hold parts of it."""
+    """Whether a tensor lies on the CPU, where calls return when done and caches hold parts."""
     return x.is_cpu
 
 
@@ -207,7 +207,7 @@ def advance(
             look_ahead(buffers_part, grads_part, coefficient, out_part)
             continue
         added, wide = _widened(dtype, grads_part, buffers_part)
-        flat, (ahead,) = _new_lists(wide, dtype, 1)
+        flat, (ahead,) = new_lists(wide, dtype, 1)
         flat.zero_()
         # SGD of zeros with a rate of -1 leaves what it would have subtracted.
         _fused_sgd(ahead, added, wide, momentum, coefficient is not None, -1.0, 0.0, skip_mask)
@@ -243,22 +243,26 @@ def apply_update(
     # A tensor learning rate in float64 is rounded as a Python float is.
     rate: float | Tensor = lr.to(torch.float64) if isinstance(lr, Tensor) else lr
     for dtype, (params_part, updates_part, scales_part) in _parts(params, updates, scales):
+        # Copies of a skipped step are zeros: what was orthogonalized may be NaN.
         steps, wide = _widened(dtype, updates_part, params_part, copies=True, skip_mask=skip_mask)
-        by_factor: dict[float, list[int]] = defaultdict(list)
-        for index, factor in enumerate(scales_part):
-            by_factor[factor].append(index)
+        by_scale: dict[float, list[int]] = defaultdict(list)
+        for index, scale in enumerate(scales_part):
+            by_scale[scale].append(index)
         # On a CPU the fused kernel would give an element other bits in another shard.
-        is_fused = not (on_cpu(wide[0]) or cautious) and all(by_factor) and _is_dense(wide, steps)
-        for factor, indices in by_factor.items():
-            alike, step_rate = [steps[index] for index in indices], rate * factor
+        is_fused = not (on_cpu(wide[0]) or cautious) and all(by_scale) and _is_dense(wide, steps)
+        for scale, indices in by_scale.items():
+            alike, step_rate = [steps[index] for index in indices], rate * scale
             if is_fused:  # decoupled decay is that of SGD, over the scale of the gradient
-                targets, decay = [wide[index] for index in indices], weight_decay / factor
+                targets, decay = [wide[index] for index in indices], weight_decay / scale
                 _fused_sgd(targets, alike, [], 0.0, False, step_rate, decay, skip_mask)
             else:
-                torch._foreach_mul_(alike, _unless_skipped(None, step_rate, 0.0, dtype))
+                # 0-dim float64 would promote 0-dim float32.
+                if isinstance(step_rate, Tensor):
+                    step_rate = step_rate.to(dtype)
+                torch._foreach_mul_(alike, step_rate)
         kept = _unless_skipped(skip_mask, 1 - rate * weight_decay, 1.0, dtype)
         if weight_decay != 0 and cautious:
-            torch._foreach_mul_(wide, list(map(_cautious, wide, updates_part, repeat(kept))))
+            torch._foreach_mul_(wide, _cautious(wide, updates_part, kept))
         elif weight_decay != 0 and not is_fused:
             torch._foreach_mul_(wide, kept)
         if not is_fused:
@@ -306,10 +310,15 @@ def set_weights(targets: Tensors, values: Tensors, *, skip_mask: Tensor | None =
         values: New values of the same shapes, any floating dtype; may be the targets themselves.
         skip_mask: 0-dim, boolean, on their device: where true, no target changes.
     """
-    for target, value in zip(targets, values, strict=True):
+    for _, (targets_part, values_part) in _parts(targets, values):
         if skip_mask is not None:
-            value = torch.where(skip_mask, target, value.to(target.dtype))
-        target.copy_(value)
+            dtype = targets_part[0].dtype
+            (flat, (old,)), (other, (new,)) = (new_lists(targets_part, dtype, 1) for _ in "ab")
+            torch._foreach_copy_(old, targets_part)
+            torch._foreach_copy_(new, values_part)
+            torch.where(skip_mask, flat, other, out=other)
+            values_part = new
+        torch._foreach_copy_(targets_part, values_part)
 
 
 @contextlib.contextmanager
@@ -335,9 +344,18 @@ def master_weights(weights: list[Tensor], remainders: list[Tensor]) -> Iterator[
     torch._foreach_sub_(remainders, rounded)
 
 
-def _cautious(values: Tensor, updates: Tensor, kept: float | Tensor) -> Tensor:
+def _cautious(values: list[Tensor], updates: list[Tensor], kept: float | Tensor) -> list[Tensor]:
     """``kept`` where a value and its update have one sign, else one; in the dtype of values."""
-    return torch.where(values.sign() == updates.sign(), kept, torch.ones_like(values))
+    (flat, (own,)), (other, (others,)) = (new_lists(values, values[0].dtype, 1) for _ in "ab")
+    torch._foreach_copy_(own, values)
+    torch._foreach_copy_(others, updates)
+    is_alike = flat.sign() == other.sign()
+    flat.fill_(1.0)
+    if isinstance(kept, Tensor):
+        torch.where(is_alike, kept, flat, out=flat)
+    else:
+        flat.masked_fill_(is_alike, kept)
+    return own
 
 
 def _unless_skipped(
@@ -427,7 +445,7 @@ def _widened(
     copied = [i for i in range(len(lists)) if dtypes[i] != dtype or (copies and i == 0)]
     if not copied:
         return results
-    flat, new = _new_lists(lists[0], dtype, len(copied))
+    flat, new = new_lists(lists[0], dtype, len(copied))
     for number, views in zip(copied, new, strict=True):
         results[number] = views
     for number in copied:
@@ -437,7 +455,7 @@ def _widened(
     return results
 
 
-def _new_lists(
+def new_lists(
     tensors: Tensors, dtype: torch.dtype, num_lists: int
 ) -> tuple[Tensor, list[list[Tensor]]]:
     """New contiguous tensors in the shapes of a list, and the one tensor of which they are views.

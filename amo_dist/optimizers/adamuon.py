@@ -6,7 +6,9 @@ Source: AdaMuon, as the AMO paper sets it up.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,6 +23,29 @@ from amo_dist.optimizers.muon import Muon
 EPS = 1e-8
 
 
+# Results of one form as a batch in float32, one of their pieces, and the indices of all.
+Batch: TypeAlias = tuple[Tensor, Piece, list[int]]
+
+
+def batches(results: Sequence[Tensor], pieces: Sequence[Piece]) -> list[Batch]:
+    """Results that are computed together, as a launch for each of hundreds would take too long.
+
+    Those of a batch have one shape, box, matrix shape and parameter group.
+
+    Args:
+        results: Results of `UpdateRule.post`.
+        pieces: Their pieces.
+    """
+    alike: dict[object, list[int]] = defaultdict(list)
+    for index, piece in enumerate(pieces):
+        key = (piece.box, piece.matrix.shape, piece.dim, piece.param.group, len(piece.matrix.ranks))
+        alike[key, id(piece.matrix.regions_by_rank)].append(index)
+    return [
+        (torch.stack([results[i] for i in own]).to(torch.float32), pieces[own[0]], own)
+        for own in alike.values()
+    ]
+
+
 class FixedNormRule(UpdateRule):
     """A rule whose updates have the Frobenius norm ``update_scale * sqrt(m n)``."""
 
@@ -29,24 +54,42 @@ class FixedNormRule(UpdateRule):
     def set_norms(
         self,
         updates: Sequence[Tensor],
-        pieces: Sequence[Piece],
+        alike: Sequence[Batch],
+        num_pieces: int,
         decays: Sequence[float],
         allsum: AllSum,
-    ) -> None:
+    ) -> list[Tensor]:
         """Scale updates in place, by one sum over whole matrices.
 
         Args:
-            updates: Results over the root of their second moment; see `fraction_bits`.
-            pieces: Pieces of the updates.
-            decays: Decays of their second moments.
+            updates: Results over the root of their second moment, ``(b, m, n)``; see
+                `fraction_bits`.
+            alike: Result of `batches`, in the order of ``updates``.
+            num_pieces: Number of pieces.
+            decays: Decay of the second moment of each batch.
             allsum: Argument of `UpdateRule.post`.
+
+        Returns:
+            The update of each piece.
         """
-        counts = [piece.matrix.num_elements for piece in pieces]
+        counts = [piece.matrix.num_elements for _, piece, _ in alike]
         bits = list(map(fraction_bits, counts, decays))
-        totals = allsum(list(map(sum_of_squares, updates, bits)))
-        for update, total, num_bits, count in zip(updates, totals, bits, counts, strict=True):
+        shares: list[Tensor | None] = [None] * num_pieces
+        for update, num_bits, (_, _, indices) in zip(updates, bits, alike, strict=True):
+            sums = sum_of_squares(update.flatten(1), num_bits, 1)
+            for index, share in zip(indices, sums.split(1), strict=True):
+                shares[index] = share
+        totals = allsum(shares)
+        scaled: list[Tensor] = [update.new_empty(0) for update in updates[:1]] * num_pieces
+        for update, num_bits, count, (_, _, indices) in zip(
+            updates, bits, counts, alike, strict=True
+        ):
+            total = torch.cat([totals[index] for index in indices])
             target = self.config.update_factor * math.sqrt(count)
-            update.mul_(norm_factor(total, num_bits, target))
+            update.mul_(norm_factor(total, num_bits, target).view(-1, 1, 1))
+            for index, part in zip(indices, update.unbind(), strict=True):
+                scaled[index] = part
+        return scaled
 
     def scale(self, shape: tuple[int, int]) -> float:
         """One: `post` has scaled the update."""
@@ -68,9 +111,10 @@ class AdaMuonRule(FixedNormRule):
         """``second_moment``, float32, in the shape of the parameter."""
         return {"second_moment": torch.zeros_like(param.tensor, dtype=torch.float32)}
 
-    def pre(self, momentum: Tensor, piece: Piece) -> Tensor:
+    def pre(self, momenta: Sequence[Tensor], pieces: Sequence[Piece]) -> Sequence[Tensor]:
         """The sign of the momentum, elementwise."""
-        return momentum.sign_()
+        torch._foreach_sign_(list(momenta))
+        return momenta
 
     def sums(self, matrix: Matrix) -> tuple[int, ...]:
         """The squared norm."""
@@ -80,15 +124,16 @@ class AdaMuonRule(FixedNormRule):
         self, results: Sequence[Tensor], pieces: Sequence[Piece], allsum: AllSum
     ) -> Sequence[Tensor]:
         """``O / (sqrt(V) + EPS)``, scaled to the Frobenius norm ``update_scale * sqrt(m n)``."""
-        updates, decays = [], [float(piece.group["momentum"]) for piece in pieces]
-        for result, piece, decay in zip(results, pieces, decays, strict=True):
-            wide = result.to(torch.float32)
+        alike = batches(results, pieces)
+        updates, decays = [], [float(piece.group["momentum"]) for _, piece, _ in alike]
+        for (wide, _, indices), decay in zip(alike, decays, strict=True):
             # Each operation is rounded by itself: a fused one may have other bits in another shard.
-            moment = piece.state["second_moment"] * decay + wide.square().mul_(1 - decay)
-            piece.state["second_moment"] = moment
-            updates.append(wide / moment.sqrt().add_(EPS))
-        self.set_norms(updates, pieces, decays, allsum)
-        return updates
+            moments = torch.stack([pieces[index].state["second_moment"] for index in indices])
+            moments = moments * decay + wide.square().mul_(1 - decay)
+            for index, moment in zip(indices, moments.unbind(), strict=True):
+                pieces[index].state["second_moment"] = moment
+            updates.append(wide / moments.sqrt().add_(EPS))
+        return self.set_norms(updates, alike, len(pieces), decays, allsum)
 
 
 class AdaMuon(Muon):

@@ -186,19 +186,9 @@ class Muon(torch.optim.Optimizer):
         _num_made[ranks] += 1
         self._number = _num_made[ranks]
 
-    def _identity(self) -> str:
-        """Name of this optimizer, alike on all ranks, unless they step two of them in other orders.
-
-        Stages of a pipeline have parameters of their own, and leave them out.
-        """
-        params, text = (
-            self._engine.parameters.params,
-            f"{type(self).__name__} number {self._number}",
-        )
-        ranks = self._engine.membership.ranks
-        if any(tuple(sorted(param.layout.ranks)) != ranks for param in params):
-            return text
-        return f"{text} over {params[0].name} and {len(params) - 1} more parameters"
+    def _name(self) -> str:
+        """Name of this optimizer, alike on all ranks, unless they step two in other orders."""
+        return f"{type(self).__name__} number {self._number}"
 
     def _assemble(self, state: ScheduleState, parameters: Parameters | None = None) -> None:
         """Make the engine, which goes on from a state of schedules."""
@@ -259,7 +249,7 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        kind = self._engine.device.type
+        kind = self._engine.matrix_device.type
         # The caller's autocast would compute products in another dtype than `ns_dtype`. To build
         # one takes as long as half of a step on the host.
         is_cast = torch.is_autocast_enabled(kind)
@@ -282,7 +272,7 @@ class Muon(torch.optim.Optimizer):
             step = engine.prepare(self._orders(number), self.param_groups, self.state)
         except Exception as error:
             step = engine.give_up(number, error)
-        self._state_if_undone = state
+        self._state_if_undone = state  # an error that the next step reads goes back to it
         verdict = self._verdict = engine.vote(step)
         if verdict.is_before_first_gradient:
             return
@@ -293,7 +283,7 @@ class Muon(torch.optim.Optimizer):
         self._schedule_state = state
         if step.orders is not None and step.orders.measures:
             with torch.profiler.record_function("amo::observe"):
-                self._measure(step, step.orders, verdict.is_skipped)
+                self._measure(step.orders, None if verdict.is_skipped else step)
 
     def _settle(self) -> None:
         """Read the verdict on the last step, if nobody has read it.
@@ -326,7 +316,7 @@ class Muon(torch.optim.Optimizer):
             step=number,
             schedules=schedules,
             digest=digest,
-            owners="locked" if is_locked else "first",
+            owners_by="locked" if is_locked else "first",
             sample=sample,
             candidates=coefficient_table(source.candidates()) if sample else None,
             checked=checked,
@@ -354,14 +344,19 @@ class Muon(torch.optim.Optimizer):
             self._decision = version, schedules, digest
         return self._decision[1:]
 
-    def _measure(self, step: Step, orders: Orders, is_skipped: bool) -> None:
-        """Observe and measure what the orders ask for, after the update; a collective."""
+    def _measure(self, orders: Orders, step: Step | None) -> None:
+        """Observe and measure what the orders ask for; a collective.
+
+        Args:
+            orders: Orders of the step.
+            step: The step that has run; None for one that was skipped, which measures nothing.
+        """
         engine = self._engine
         if orders.sample:
-            self._record(orders.step, {} if is_skipped else observe(engine, step))
-            self._observe_seconds = step.observe_seconds
+            self._record(orders.step, observe(engine, step) if step else {})
+            self._observe_seconds = step.observe_seconds if step else 0.0
         if orders.checked is not None:
-            self._check_residual(orders, 0.0 if is_skipped else agreed_residual(engine, step))
+            self._check_residual(orders, agreed_residual(engine, step) if step else 0.0)
 
     def _record(self, step: int, observed: Mapping[str, Measurement]) -> None:
         """Hand an observation to the source, which plans at the last one; each rank by itself."""
@@ -411,14 +406,13 @@ class Muon(torch.optim.Optimizer):
             pairs = zip(engine.parameters.matrices, engine.update_scales, strict=True)
             rates = [multipliers[matrix.param] * scale for matrix, scale in pairs]
             values = {**self.config.to_dict(), "source": self.source.name}
-            values["optimizer"] = f"{type(self).__name__} number {self._number}"
+            values["optimizer"] = self._name()
         self._compare_text(
             "\n".join(f"{key} = {json.dumps(values[key])}" for key in sorted(values))
         )
-        group = engine.membership.world_group(engine.device)
+        group = engine.membership.world_group(engine.matrix_device)
         texts = [own.text for own in settings]
         world = gather_world(engine.parameters, rates, texts, engine.membership, group)
-        self._check_matrices(len(world.registry))
         is_plain = all(len(param.layout.ranks) == 1 for param in params)
         if self._process_group is None and len(world.ranks) > 1 and is_plain and world.speaks:
             logger.warning(
@@ -428,7 +422,7 @@ class Muon(torch.optim.Optimizer):
                 *(len(world.ranks), type(self).__name__),
             )
         is_new = self.source.name != "fixed" and not self.num_steps_taken
-        if is_new and _holds_values(self.state) and world.speaks:
+        if is_new and world.speaks and _holds_values(self.state):
             logger.warning(
                 "%s begins at step 0, with momentum of an earlier run: to resume that, call "
                 "load_state_dict, or load_control_state_dict for state that was filled in place",
@@ -437,10 +431,11 @@ class Muon(torch.optim.Optimizer):
         state = self._schedule_state
         source = copy.copy(state.source)
         with self.raise_on_all_ranks("the schedules of these matrices"):
+            self._check_matrices(len(world.registry))
             source.bind(world.registry)
         self._schedule_state = dataclasses.replace(state, source=source)
         # Only now: after an error above all of it is done again.
-        engine.connect(world, self._identity())
+        engine.connect(world, self._name())
 
     def _adopt_swapped_parameters(self) -> None:
         """Take the parameters that a trainer has put into the groups, before the first step.
@@ -518,7 +513,7 @@ class Muon(torch.optim.Optimizer):
         if engine.is_connected:
             engine.ballots.vote_on_text(text)
         else:  # the first step of another rank begins with this collective, too
-            check_alike("the first step", text, engine.membership.world_group(engine.device))
+            check_alike("the first step", text, engine.membership.world_group(engine.matrix_device))
 
     def check_last_update(self) -> None:
         """Raise now what the next step would raise of the last one; a collective over the world.
@@ -649,7 +644,7 @@ class Muon(torch.optim.Optimizer):
         world = self.world
         self._assemble(state, self._engine.parameters)
         if world is not None:
-            self._engine.connect(world, self._identity())
+            self._engine.connect(world, self._name())
 
     def state_dict(self) -> dict[str, Any]:
         """The state, as for any PyTorch optimizer; ``control`` of groups is `control_state_dict`.
@@ -694,7 +689,8 @@ class Muon(torch.optim.Optimizer):
                         group[key] = getattr(schedule_state.config, key)
             read_groups(groups, self._engine.check, self.rule_class.defaults)
         self._go_on_from(schedule_state)
-        dataclasses.replace(loaded, groups=groups).fill(self)
+        with self.raise_on_all_ranks("load_state_dict: filling the state"):
+            dataclasses.replace(loaded, groups=groups).fill(self)
 
     # ---------------------------------------------------------------- as PyTorch's optimizers
 

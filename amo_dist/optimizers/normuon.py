@@ -19,7 +19,7 @@ from amo_dist.engine.hyperparameters import is_below
 from amo_dist.engine.parameters import Param, Piece
 from amo_dist.engine.rule import AllSum
 from amo_dist.kernels.exact_sums import sum_of_squares
-from amo_dist.optimizers.adamuon import EPS, FixedNormRule
+from amo_dist.optimizers.adamuon import EPS, FixedNormRule, batches
 from amo_dist.optimizers.muon import Muon
 
 # Largest entry of a result; entries of an orthogonal matrix are at most one.
@@ -55,25 +55,33 @@ class NorMuonRule(FixedNormRule):
         self, results: Sequence[Tensor], pieces: Sequence[Piece], allsum: AllSum
     ) -> Sequence[Tensor]:
         """``O / (sqrt(v) + EPS)``, scaled to the Frobenius norm ``update_scale * sqrt(m n)``."""
+        alike = batches(results, pieces)
         # Beyond this bound, which no orthogonal matrix reaches, sums of squares would leave int64.
-        updates = [x.to(torch.float32, copy=True).clamp_(-LARGEST, LARGEST) for x in results]
+        updates = [x.clamp_(-LARGEST, LARGEST) for x, _, _ in alike]
         # Sums of integers have the same bits however the matrix is cut.
-        bits = [62 - math.ceil(math.log2(_num_inputs(p) * LARGEST**2)) for p in pieces]
-        squares = [
-            sum_of_squares(update, num_bits, 1 - piece.dim)
-            for update, num_bits, piece in zip(updates, bits, pieces, strict=True)
-        ]
-        totals = allsum(list(map(_share, squares, pieces)))
-        for i, piece in enumerate(pieces):
+        bits = [62 - math.ceil(math.log2(_num_inputs(p) * LARGEST**2)) for _, p, _ in alike]
+        squares, shares = list[Tensor](), list[Tensor | None]([None] * len(pieces))
+        for x, num_bits, (_, piece, indices) in zip(updates, bits, alike, strict=True):
+            squares.append(sum_of_squares(x, num_bits, 2 - piece.dim))
             if not _has_whole_neurons(piece.matrix):
-                squares[i] = totals[i][slice(*piece.box[piece.dim])]
-            mean = (squares[i].to(torch.float64) * (2.0 ** -bits[i] / _num_inputs(piece))).float()
-            beta2, moment = piece.group["beta2"], piece.state["neuron_moment"]
-            moment = moment * beta2 + mean.view(moment.shape).mul_(1 - beta2)
-            piece.state["neuron_moment"] = moment
-            updates[i].div_(moment.sqrt().add_(EPS))
-        self.set_norms(updates, pieces, [piece.group["beta2"] for piece in pieces], allsum)
-        return updates
+                wide = x.new_zeros(len(indices), piece.matrix.shape[piece.dim], dtype=torch.int64)
+                wide[:, slice(*piece.box[piece.dim])] = squares[-1]
+                for index, share in zip(indices, wide.unbind(), strict=True):
+                    shares[index] = share
+        totals = allsum(shares)
+        for number, (_, piece, indices) in enumerate(alike):
+            if not _has_whole_neurons(piece.matrix):
+                own = torch.stack([totals[index] for index in indices])
+                squares[number] = own[:, slice(*piece.box[piece.dim])]
+            mean = squares[number].to(torch.float64) * (2.0 ** -bits[number] / _num_inputs(piece))
+            beta2 = piece.group["beta2"]
+            moments = torch.stack([pieces[index].state["neuron_moment"] for index in indices])
+            moments = moments * beta2 + mean.float().view(moments.shape).mul_(1 - beta2)
+            for index, moment in zip(indices, moments.unbind(), strict=True):
+                pieces[index].state["neuron_moment"] = moment
+            updates[number].div_(moments.sqrt().add_(EPS))
+        decays = [piece.group["beta2"] for _, piece, _ in alike]
+        return self.set_norms(updates, alike, len(pieces), decays, allsum)
 
 
 def _zeros_per_neuron(param: Param) -> Tensor:
@@ -99,15 +107,6 @@ def _zeros_per_neuron(param: Param) -> Tensor:
 
 def _num_inputs(piece: Piece) -> int:
     return piece.matrix.shape[1 - piece.dim]
-
-
-def _share(squares: Tensor, piece: Piece) -> Tensor | None:
-    """This rank's squares among those of all neurons of the matrix."""
-    if _has_whole_neurons(piece.matrix):
-        return None
-    share = squares.new_zeros(piece.matrix.shape[piece.dim])
-    share[slice(*piece.box[piece.dim])] = squares
-    return share
 
 
 def _has_whole_neurons(matrix: Matrix) -> bool:
