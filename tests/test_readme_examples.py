@@ -164,7 +164,7 @@ def test_the_lines_of_short_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         exec(warm_up, names)
         optimizer.step()
     momenta = {group.get("momentum") for group in optimizer.param_groups}
-    assert momenta == {None, 0.85 + 0.10 * min(1.0, 2 / 300)}
+    assert momenta == {0.95, 0.85 + 0.10 * min(1.0, 2 / 300)}
 
     exec(fine_tune, names)
     names["optimizer"].step()
