@@ -16,6 +16,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import logging
+import re
 from typing import Any
 
 import torchtitan.components.checkpointer.base as checkpointer
@@ -216,8 +217,9 @@ def _values_of_adamw(section: Any, own: dict[str, Any]) -> dict[str, Any]:
     no_decay, lr_multipliers, before = [], {}, ""
     for pattern, fields in groups[:-1]:
         # torchtitan searches and takes the first match; ``amo_dist`` matches a whole name.
-        expression = f"{before}.*(?:{pattern}).*"
-        before += f"(?!.*(?:{pattern}))"
+        part = _as_part(pattern)
+        expression = f"{before}.*{part}.*"
+        before += f"(?!.*{part})"
         for field, value in fields.items():
             if value == base.get(field):
                 continue
@@ -234,6 +236,24 @@ def _values_of_adamw(section: Any, own: dict[str, Any]) -> dict[str, Any]:
     if no_decay or lr_multipliers:
         logger.info("the config's groups stay: no decay %s, rates %s", no_decay, lr_multipliers)
     return {name: value for name, value in values.items() if name not in own}
+
+
+def _as_part(pattern: str) -> str:
+    """A regular expression that means the same inside of another one.
+
+    Raises:
+        ValueError: It has named groups or back references, which another expression may change.
+    """
+    if re.search(r"\\[1-9]|\(\?P|\(\?\(", pattern):
+        raise ValueError(
+            f"found the pattern {pattern!r} in the config's param_groups, expected one without "
+            "named groups and back references"
+        )
+    head = re.match(r"(\(\?[aimsux]+\))*", pattern)
+    assert head is not None
+    flags = "".join(sorted({*head[0]} - {*"(?)"}))  # which stand at the start of an expression
+    end = "\n)" if "x" in flags else ")"  # after a comment
+    return f"(?{flags}:{pattern[head.end() :]}{end}"
 
 
 def _fields_of(group: Any) -> dict[str, float]:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from torchtitan_ext.environment import is_torchruns
 from torchtitan_ext.signals import STOPPED, end_with_parent, stop_signal, write_exit_reason
 
 logger = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ def main(args: Sequence[str] | None = None) -> int:
     """
     if is_first := os.environ.get("RANK", "0") == "0":
         print("loading PyTorch and torchtitan ...", flush=True)
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    if is_torchruns():
         end_with_parent(int(os.environ.get(LAUNCHER, os.getppid())))
     with stop_signal():
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler

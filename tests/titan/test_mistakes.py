@@ -203,6 +203,8 @@ COMMANDS: list[tuple[int, list[str], list[str]]] = [
     (8, ["train", DEBUG, "--nodes=2"], ["--head"]),
     (7, ["train", DEBUG, "--ranks=8"], ["--ranks"]),
     (0, ["train", DEBUG, "--ranks=0"], ["--ranks"]),
+    (0, ["train", DEBUG, "--nodes=0"], ["--nodes"]),
+    (0, ["train", DEBUG, "--restarts=-1"], ["--restarts"]),
     (0, ["train", DEBUG, "--numa-binding=node"], ["--numa-binding"]),
     (0, ["train", DEBUG, "--dump_folder=s3://bucket/run"], ["dump_folder"]),
     (8, ["train", DEBUG, "--nodes=2", "--head=a:1", "--ranks=3", f"--{BATCH}=4"], [BATCH]),
@@ -227,6 +229,7 @@ COMMANDS: list[tuple[int, list[str], list[str]]] = [
     (0, [*TOKENIZE, "--pattern=*.csv"], ["source"]),
     (0, [*TOKENIZE, "--tokenizer=hf"], ["tokenizer.path"]),
     (0, [*TOKENIZE, "--tasks=-1"], ["--tasks"]),
+    (0, ["tokenize", "", *TOKENIZE[2:]], ["source"]),
     (0, [*TOKENIZE, "--executor=moon"], ["--executor"]),
 ]
 """Number of GPUs, words, and the fields of all errors."""

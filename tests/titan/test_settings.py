@@ -100,6 +100,7 @@ def test_a_wrong_option_is_told_by_the_first_rank(
     rank: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "amo")
     with pytest.raises(SystemExit):
         small("--training.stepz", "3")
     assert ("--training.stepz" in capsys.readouterr().err) == (rank == "0")

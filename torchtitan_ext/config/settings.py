@@ -16,6 +16,7 @@ from torchtitan.config.manager import ConfigManager, custom_registry
 
 from torchtitan_ext.config import files, values
 from torchtitan_ext.config.checks import complete
+from torchtitan_ext.environment import is_torchruns
 from torchtitan_ext.plugin import models
 from torchtitan_ext.plugin.trainer import Trainer
 from torchtitan_ext.runs import files as atomic
@@ -43,7 +44,10 @@ def parse(args: Sequence[str], world_size: int | None = None) -> Trainer.Config:
     file, _ = _split_file(args)
     if file is None or Path(file).name != START_FILE:
         return complete(load(args), world_size)
-    config = values.overlay(Trainer.Config(), json.loads(Path(file).read_text()))
+    sections = atomic.read_json(file)
+    if not isinstance(sections, dict):
+        raise ValueError(f"{file}: found {type(sections).__name__}, expected sections")
+    config = values.overlay(Trainer.Config(), sections)
     return dataclasses.replace(config, model_spec=models.spec(config.model))  # type: ignore[no-any-return]
 
 
@@ -71,7 +75,7 @@ def load(args: Sequence[str]) -> Trainer.Config:
         # Comments are no help, and the search for them takes half of the time.
         config=(tyro.conf.HelptextFromCommentsOff,),
         # All ranks read the same command line: the first one prints.
-        console_outputs=os.environ.get("RANK", "0") == "0",
+        console_outputs=os.environ.get("RANK", "0") == "0" or not is_torchruns(),
     )
     return typing.cast(Trainer.Config, parsed)
 
@@ -90,8 +94,8 @@ def from_file(path: str | Path, field: str = FILE) -> Trainer.Config:
     try:
         config: Trainer.Config = values.overlay(Trainer.Config(), sections)
         return config
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: {atomic.reason(error)}") from None
 
 
 def for_ranks(config: Trainer.Config) -> list[str]:

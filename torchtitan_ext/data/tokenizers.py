@@ -17,6 +17,8 @@ import numpy as np
 import tiktoken
 from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
 
+from torchtitan_ext.runs import files
+
 EOS = "<|eos|>"
 BYTE_VOCAB_SIZE = 257  # 256 bytes and the end of a document.
 
@@ -118,7 +120,9 @@ class HFTokenizer(Tokenizer, HuggingFaceTokenizer):
         folder = Path(path).expanduser()
         folder = folder.parent if folder.is_file() else folder
         try:
-            content = (folder / "tokenizer.json").read_bytes()
+            content = files.read_bytes(folder / "tokenizer.json")
+            if (options := folder / "tokenizer_config.json").exists():
+                files.read_json(options)
             super().__init__(tokenizer_path=str(folder))
         except Exception as error:  # Errors of the library have no class of their own.
             raise ValueError(
@@ -176,7 +180,7 @@ class TiktokenTokenizer(Tokenizer):
             raise ValueError(f"tokenizer.eos_token: found {name!r}, expected one of {names}")
         self.eos_id = self.encoding.encode_single_token(name)
         # tiktoken checks the file of an encoding against a digest of its own.
-        self._identify(encoding.encode() or Path(path).expanduser().read_bytes())
+        self._identify(encoding.encode() or files.read_bytes(Path(path).expanduser()))
 
     def encode_documents(self, texts: Sequence[str]) -> list[Any]:
         """The tokens of each document, its end token included."""
@@ -215,8 +219,11 @@ class ByteTokenizer(TiktokenTokenizer):
 
 def _llama3(path: str) -> tiktoken.Encoding:
     # tiktoken's own reader keeps a copy of each file, and does not see when the file changes.
-    lines = [line.split() for line in Path(path).expanduser().read_bytes().splitlines()]
+    content = files.read_bytes(Path(path).expanduser())
+    lines = [line.split() for line in content.splitlines()]
     ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
+    if len({*ranks.values()}) != len(lines):  # where tiktoken would panic
+        raise ValueError("found a token or a number twice")
     special = {name: len(ranks) + i for i, name in enumerate(LLAMA3_SPECIAL_TOKENS)}
     return tiktoken.Encoding(
         path, pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=special

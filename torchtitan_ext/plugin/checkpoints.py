@@ -19,7 +19,7 @@ from torchtitan.tools.utils import GarbageCollection
 
 from torchtitan_ext.plugin import hyperparameters, loading
 from torchtitan_ext.plugin.optimizers import check_last_update
-from torchtitan_ext.plugin.storage import CheckpointWriter, find_damage
+from torchtitan_ext.plugin.storage import CheckpointWriter, find_damage, innermost
 from torchtitan_ext.runs.run_files import (
     COMPLETE_FILES,
     checkpoints,
@@ -130,10 +130,11 @@ class CheckpointManager(titan.CheckpointManager):
         """Load a checkpoint.
 
         Raises:
-            ValueError: If it lacks a key that this run needs.
+            ValueError: If it lacks a key that this run needs, is damaged, or would run code.
         """
         if from_hf:
-            super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
+            with loading.explained(checkpoint_id):
+                super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
         is_verified = checkpoint_id == self._create_checkpoint_id(self._latest_step)
         loading.load(state_dict, checkpoint_id, verify=self._config.verify and not is_verified)
@@ -287,7 +288,7 @@ class CheckpointManager(titan.CheckpointManager):
             newest = f"step {max(steps)} is the newest complete one" if steps else "there is none"
             raise CheckpointError(
                 f"the checkpoint of step {self._step_under_way} could not be written to "
-                f"{self.folder}: {_reason(error)}; {newest}"
+                f"{self.folder}: {innermost(error)}; {newest}"
             ) from error
 
     def _purge_stale_checkpoints(self) -> None:
@@ -301,14 +302,3 @@ class CheckpointManager(titan.CheckpointManager):
         for step, folder in checkpoints(Path(self.folder)).items():
             if step < current and step not in kept:
                 self.purge_queue.put(str(folder))
-
-
-def _reason(error: BaseException) -> str:
-    """The failure below all wrappers, and the rank it happened on."""
-    rank = ""
-    if isinstance(error, CheckpointException) and error.failures:
-        number, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
-        rank, error = f" (on rank {number})", cause
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return f"{type(error).__name__}: {error}{rank}"

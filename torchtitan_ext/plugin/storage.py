@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import (
     FileSystemReader,
@@ -134,18 +135,25 @@ def find_damage(folder: Path, part: int = 0, num_parts: int = 1) -> str:
                 return f"{name} has other bytes than were written"
     except OSError as error:
         return f"{Path(error.filename).name}: {error.strerror}"
-    except (ValueError, TypeError, AttributeError) as error:
+    except ValueError as error:
         return f"{CHECKSUMS} is damaged: {error}"
     return ""
 
 
 def _read_sums(folder: Path) -> dict[str, tuple[int, int]]:
-    """Size and CRC-32 by file; empty without a file of checksums."""
+    """Size and CRC-32 by file; empty without a file of checksums.
+
+    Raises:
+        ValueError: The file is damaged.
+    """
     try:
-        sums: dict[str, tuple[int, int]] = json.loads((folder / CHECKSUMS).read_bytes())
+        sums = files.read_json(folder / CHECKSUMS)
     except FileNotFoundError:
         return {}
-    return sums
+    try:
+        return {name: (int(size), int(crc)) for name, (size, crc) in sums.items()}
+    except (AttributeError, TypeError, ValueError):
+        raise ValueError(f"{folder / CHECKSUMS}: found no size and checksum by file") from None
 
 
 class CheckpointReader(FileSystemReader):
@@ -160,11 +168,15 @@ class CheckpointReader(FileSystemReader):
     Args:
         path: Folder of the checkpoint.
         verify: Whether to compare checksums.
+
+    Attributes:
+        error: Reason why the metadata could not be read, which DCP's own error may leave out.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, verify: bool = True) -> None:
         super().__init__(path)
         self._verify = verify
+        self.error: Exception | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read the metadata, see the base class."""
@@ -172,18 +184,22 @@ class CheckpointReader(FileSystemReader):
             return self._read_metadata(self._get_metadata_path(kwargs.get("rank")))
         except ValueError as error:
             logger.error("%s", error)  # PyTorch 2.11 reports only that there is no metadata
+            self.error = self.error or error
             raise
 
     def _read_metadata(self, path: Any) -> Metadata:
         expected = _read_sums(path.parent).get(_METADATA) if self._verify else None
         # Without this check, a flipped bit in a key would be reported as a missing key.
-        if path.name == _METADATA and expected and list(_sum(path)) != list(expected):
-            raise ValueError(f"{path}: found other bytes than were written")
-        with path.open("rb") as stream:
-            try:
-                metadata = _Unpickler(stream).load()
-            except Exception as error:  # damaged bytes can raise any error
-                raise ValueError(f"{path}: {_why(error)}") from None
+        try:
+            content = files.read_bytes(path)
+            sums = (len(content), zlib.crc32(content))
+            if path.name == _METADATA and expected not in (None, sums):
+                raise ValueError("found other bytes than were written")
+            metadata = _Unpickler(io.BytesIO(content)).load()
+        except FileNotFoundError:
+            raise
+        except Exception as error:  # damaged bytes can raise any error
+            raise ValueError(f"{path}: {_why(error)}") from None
         if not isinstance(metadata, Metadata):
             raise ValueError(f"{path}: found {type(metadata).__name__}, expected Metadata")
         storage: Any = metadata.storage_data or {}
@@ -199,6 +215,9 @@ class CheckpointReader(FileSystemReader):
             group = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
             if damage := find_damage(Path(self.path), *group):
                 raise ValueError(f"{self.path}: {damage}")
+        for name in {self.storage_data[item.storage_index].relative_path for item in plan.items}:
+            if not Path(self.path, name).is_file():  # a pipe would never end
+                raise ValueError(f"{self.path}: found no file {name}")
         return super().read_data(plan, _PlainPlanner(self.path, planner))
 
 
@@ -243,11 +262,27 @@ def _check_place(path: Any, name: str) -> None:
         raise ValueError(f"{path}: found data in {name!r}, expected a file of its folder")
 
 
+def innermost(error: BaseException) -> str:
+    """The failure below all wrappers in one line, and the rank where it happened.
+
+    DCP's own error, which is no ``Exception``, has a traceback for each rank.
+    """
+    rank = ""
+    if isinstance(error, CheckpointException) and error.failures:
+        number, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
+        rank, error = f" (on rank {number})", cause
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {' '.join(str(error).split())}{rank}"
+
+
 def _why(error: Exception) -> str:
     """The error in one line."""
     text = str(error).strip() or type(error).__name__
     if isinstance(error, ValueError) and text.startswith("found "):
         return text
+    if isinstance(error, OSError):
+        return f"cannot be read: {files.reason(error)}"
     if named := re.search(r"GLOBAL (\S+)", text):  # PyTorch's message for a refused class
         return f"found {named[1]}, expected plain data"
     return f"damaged, or not written by {_DCP}: {text.splitlines()[0]}"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
+import logging
 import os
 import re
 import socket
@@ -15,6 +18,8 @@ from filelock import FileLock, Timeout
 from amo_dist.schedule.plan import PLAN_FILE, Plan
 from torchtitan_ext.runs import files
 from torchtitan_ext.runs.records import METRICS_FILE, append_records, drop_from, read_records
+
+logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
@@ -60,6 +65,9 @@ def lock(folder: Path, seconds: float = LOCK_SECONDS) -> FileLock:
         folder: Existing dump folder.
         seconds: Longest wait.
 
+    Returns:
+        The claim. On a file system without locks it holds nothing, and a warning says so.
+
     Raises:
         ValueError: If another run holds the folder for longer, or its lock cannot be written.
     """
@@ -68,17 +76,21 @@ def lock(folder: Path, seconds: float = LOCK_SECONDS) -> FileLock:
         try:
             claim.acquire(timeout=0)
         except Timeout:
-            name = holder.read_text().strip() if holder.exists() else "another process"
+            name = "another process"
+            with contextlib.suppress(OSError, ValueError):
+                name = files.read_bytes(holder).decode().strip()
             print(f"{folder} is being written by {name}; waiting at most {seconds:.0f} s")
             claim.acquire(timeout=seconds)
-        holder.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
+        files.replace(holder, f"process {os.getpid()} on {socket.gethostname()}\n")
     except Timeout:
         raise ValueError(
             f"dump_folder: {folder} is being written by {name}; wait for it, end it, or use "
             "another folder"
         ) from None
     except OSError as error:
-        raise ValueError(f"dump_folder: cannot lock {folder}: {error.strerror}") from None
+        if error.errno != errno.EOPNOTSUPP:
+            raise ValueError(f"dump_folder: cannot lock {folder}: {error.strerror}") from None
+        logger.warning("%s: its file system has no locks: start no second run in it", folder)
     return claim
 
 
@@ -123,11 +135,11 @@ def read_plan(folder: Path) -> Plan | None:
 
 def _read(file: Path, parse: Callable[[str], _T]) -> _T | None:
     try:
-        return parse(file.read_text())
+        return parse(files.read_bytes(file).decode())
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{file}: cannot be read: {error}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{file}: cannot be read: {files.reason(error)}") from None
 
 
 class RunFiles:

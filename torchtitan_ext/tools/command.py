@@ -22,7 +22,14 @@ def run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None = No
         The command's own exit status; 2 for a mistake of the user's or a file that cannot be read
         or written, a line for each; 0 if a reader of the output such as ``head`` closed it.
     """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:  # Who started the program has closed it: nobody reads.
+            os.dup2(os.open(os.devnull, os.O_RDWR), number)
+            setattr(sys, name, os.fdopen(number, "r+", buffering=1, closefd=False))
     try:
+        for word in sys.argv[1:] if argv is None else argv:
+            if not word.isascii() and word != word.encode(errors="replace").decode():
+                raise ValueError(f"{word!a}: found bytes that are not UTF-8, expected UTF-8")
         args, unknown = parser.parse_known_args(argv)
         if unknown and not hasattr(args, "overrides"):
             parser.error(f"unrecognized arguments: {' '.join(unknown)}")

@@ -87,18 +87,19 @@ def run(args: argparse.Namespace) -> int:
             node that cannot meet others.
     """
     arguments = ["--job.config_file", args.config, *args.overrides]
-    if "RANK" in os.environ:  # torchrun's
+    if environment.is_torchruns():
         os.execv(sys.executable, [sys.executable, "-u", "-m", RANK, *arguments])
     print("loading PyTorch and torchtitan ...", file=sys.stderr, flush=True)
     from torchtitan_ext.config import checks, settings
     from torchtitan_ext.plugin import machine
     from torchtitan_ext.tools.preflight_memory import check_memory
 
-    nodes = args.nodes or 1
+    nodes = 1 if args.nodes is None else args.nodes
+    for option, number, least in (("nodes", nodes, 1), ("restarts", args.restarts, 0)):
+        if number < least:
+            raise ValueError(f"--{option}: found {number}, expected {least} or more")
     if nodes > 1 and not args.head:
         raise ValueError("--head: found none, expected host:port of one of the nodes")
-    if args.restarts < 0:
-        raise ValueError(f"--restarts: found {args.restarts}, expected 0 or more")
     if args.numa_binding and not machine.num_gpus():
         raise ValueError(f"--numa-binding: found {args.numa_binding!r}, which needs GPUs")
     config = settings.load(arguments)
