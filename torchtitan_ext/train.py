@@ -98,6 +98,7 @@ def train(config: Any) -> str:
     import torch
     from torchtitan.observability import structured_logger
 
+    from torchtitan_ext.config import checks
     from torchtitan_ext.plugin.metrics import progress
     from torchtitan_ext.plugin.trainer import Trainer
 
@@ -108,12 +109,7 @@ def train(config: Any) -> str:
     trainer, outcome = None, "done"
     try:
         if config.checkpoint.create_seed_checkpoint:
-            ranks, is_on = os.environ["WORLD_SIZE"], config.checkpoint.enable
-            if ranks != "1" or not is_on:
-                raise ValueError(
-                    f"checkpoint.create_seed_checkpoint: found {ranks} ranks and checkpoint.enable "
-                    f"= {str(is_on).lower()}, expected one rank and true"
-                )
+            checks.check_batch(config, int(os.environ["WORLD_SIZE"]))
             trainer = Trainer(config)
             trainer.checkpointer.save(curr_step=0, last_step=True)
         elif config.comm.mode != "local_tensor":  # whose models are never initialized

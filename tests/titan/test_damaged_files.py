@@ -54,6 +54,10 @@ def state() -> dict[str, Any]:
     return {"w": torch.ones(3, 4), "train": {"names": ["a", "b"]}}
 
 
+def parse(path: Path) -> None:
+    settings.parse([f"--job.config_file={path}"])
+
+
 def load(checkpoint: Path) -> None:
     loading.load(state(), str(checkpoint))
 
@@ -101,9 +105,9 @@ JSON_LINES = ("cut", "empty", "binary", "another form", "a number")
 """The last line may be cut by a kill."""
 
 READERS = [
-    Reader("config.toml", lambda path: settings.parse([f"--job.config_file={path}"]), ("empty",)),
-    Reader("base.toml", lambda path: settings.from_file(path.with_name("config.toml")), ("empty",)),
-    Reader("start.json", lambda path: settings.parse([f"--job.config_file={path}"])),
+    Reader("config.toml", parse, ("empty",)),
+    Reader("base.toml", lambda path: parse(path.with_name("config.toml")), ("empty",)),
+    Reader("start.json", parse),
     Reader("schedules.toml", load_schedule_file),
     Reader("run.json", lambda path: run_files.read_config(path.parent)),
     Reader("run.json", lambda path: find_source(path.parent / "checkpoint" / "step-1")),
@@ -213,7 +217,7 @@ def test_thousands_of_files_that_extend_one_another_are_read(tmp_path: Path) -> 
     for number in range(3000):
         text = f'extends = "{number + 1}.toml"\n' if number < 2999 else "[training]\nsteps = 7\n"
         (tmp_path / f"{number}.toml").write_text(text)
-    assert settings.from_file(tmp_path / "0.toml").training.steps == 7
+    assert settings.from_file(tmp_path / "0.toml")[0].training.steps == 7
 
 
 def test_all_that_reads_a_file_goes_through_one_door() -> None:

@@ -92,7 +92,7 @@ def on_cpu(attention: Any) -> None:
 
 
 CALLS: list[tuple[Callable[[], object], str]] = [
-    (lambda: in_world_of_three("--parallelism.tensor_parallel_degree=0"), "parallelism"),
+    (lambda: in_world_of_three("--parallelism.tensor_parallel_degree=0"), "tensor_parallel_degree"),
     (lambda: in_world_of_three("--training.global_batch_size=8"), "training.global_batch_size"),
     (lambda: in_world_of_three("--training.local_batch_size=0"), "training.local_batch_size"),
     (lambda: parse("--model.name=no_such"), "model.name"),
@@ -159,7 +159,7 @@ CALLS: list[tuple[Callable[[], object], str]] = [
     (lambda: override('amo={"stop_seconds": 0}'), "override.imports: stop_seconds"),
     (lambda: override('muon={"name": "AMO"}'), "override.imports: name"),
     (lambda: override('float8={"filter_fqns": ["router"]}'), "override.imports"),
-    (lambda: override("muon", settings.load([])), "override.imports"),
+    (lambda: override("muon", settings.load([])[0]), "override.imports"),
     (lambda: CheckpointManager.Config(interval=20, keep_every=30), "keep_every"),
     (lambda: CheckpointManager.Config(folder="s3://bucket/run"), "folder"),
     (lambda: Callbacks(["Notes"]), "metrics.callbacks"),

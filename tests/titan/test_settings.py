@@ -119,7 +119,7 @@ def test_only_errors_of_the_project_lose_their_traceback() -> None:
 
 
 def test_completing_twice_changes_nothing_and_never_the_config_itself() -> None:
-    config = settings.load([f"--job.config_file={CONFIGS / 'debug_llama3.toml'}"])
+    config = settings.load([f"--job.config_file={CONFIGS / 'debug_llama3.toml'}"])[0]
     before = values.plain(config)
     completed = checks.complete(config, 2)
     assert values.plain(config) == before

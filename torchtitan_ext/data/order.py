@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import hashlib
 import itertools
+import math
 import struct
 from collections.abc import Sequence
 
@@ -56,7 +57,7 @@ class Mixture:
 
     def __init__(self, weights: Sequence[float], seed: int) -> None:
         total = sum(weights)
-        if not min(weights) >= total / CYCLE > 0:
+        if not math.inf > min(weights) >= total / CYCLE > 0:
             raise ValueError(
                 f"dataloader.dataset_path: found weights {list(weights)}, expected each to be at "
                 f"least {1 / CYCLE:g} of their sum"

@@ -29,6 +29,9 @@ from torchtitan_ext.runs.run_files import (
 
 logger = logging.getLogger(__name__)
 
+STATES = ("optimizer", "dataloader", "lr_scheduler", "train_state", "batch")
+"""Names of what a checkpoint holds beside the model."""
+
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written; those that were complete before still are."""

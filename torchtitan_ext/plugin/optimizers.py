@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -66,22 +68,37 @@ def validate(config: Any) -> None:
     """Check ``[optimizer]``.
 
     Raises:
-        ValueError: For an unknown name, an expression that is none, or a schedule that the named
-            optimizer does not read.
+        ValueError: For an unknown name, an expression that is none, a factor that is no rate's, or
+            a schedule that the named optimizer does not read; a line for each.
     """
+    problems = []
     if config.name not in OPTIMIZER_NAMES:
         known = ", ".join(map(repr, OPTIMIZER_NAMES))
-        raise ValueError(f"optimizer.name: found {config.name!r}, expected one of {known}")
-    for name, expression in _expressions(config):
-        check_expressions(f"optimizer.{name}", [expression])
+        problems.append(f"optimizer.name: found {config.name!r}, expected one of {known}")
+    problems += [
+        f"optimizer.lr_multipliers: found {factor} for {expression!r}, expected a number >= 0"
+        for expression, factor in config.lr_multipliers.items()
+        if not 0 <= factor < math.inf
+    ]
     sources = [name for name in ("schedule", "schedule_file") if getattr(config.muon, name)]
     if sources and (config.name != "Muon" or len(sources) > 1):
-        raise ValueError(
+        problems.append(
             f"optimizer.muon.{sources[-1]}: found {getattr(config.muon, sources[-1])!r}, expected "
             "schedule or schedule_file, and either with optimizer.name = 'Muon' alone"
         )
-    if config.name == "Muon":
-        fixed_schedule(config)
+    checks: list[Callable[[], object]] = [
+        functools.partial(check_expressions, f"optimizer.{name}", [expression])
+        for name, expression in _expressions(config)
+    ]
+    if config.name == "Muon" and len(sources) < 2:
+        checks.append(lambda: fixed_schedule(config))
+    for check in checks:
+        try:
+            check()
+        except ValueError as error:
+            problems.append(str(error))
+    if problems:
+        raise ValueError("\n".join(problems))
 
 
 def resolved(config: Any) -> Any:
@@ -134,7 +151,8 @@ def check_lock(source: Any, steps: int) -> None:
     if not isinstance(config, OptimizersContainer.Config):
         return
     amo = config.amo
-    if config.name != "AMO" or config.allow_unlocked or steps >= amo.lock_step:
+    is_unlocked = config.name == "AMO" and 0 < steps < amo.lock_step
+    if not is_unlocked or config.allow_unlocked:
         return
     raise ValueError(
         f"training.steps: found {steps}, expected at least observe_until + transition_steps = "
@@ -190,7 +208,7 @@ def _make(groups: list[dict[str, Any]], config: Any) -> Optimizer:
     return make_optimizer(config.name, groups, config=own, **options)
 
 
-def _require_used(model_parts: Sequence[nn.Module], config: Any) -> None:
+def require_used(model_parts: Sequence[nn.Module], config: Any) -> None:
     """Check that each expression matches a parameter of some rank; a collective of the world.
 
     Raises:
@@ -279,7 +297,7 @@ class OptimizersContainer(titan.OptimizersContainer):
             config = resolved(self)  # a program or an override may have made it
             container: OptimizersContainer
             container = Configurable.Config.build(config, model_parts=model_parts)
-            _require_used(model_parts, config)
+            require_used(model_parts, config)
             hyperparameters.install(container, config)
             container.register_step_pre_hook(container.clock.start)
             container.register_step_post_hook(container.clock.stop)

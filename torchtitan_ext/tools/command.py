@@ -27,9 +27,7 @@ def run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None = No
             os.dup2(os.open(os.devnull, os.O_RDWR), number)
             setattr(sys, name, os.fdopen(number, "r+", buffering=1, closefd=False))
     try:
-        for word in sys.argv[1:] if argv is None else argv:
-            if not word.isascii() and word != word.encode(errors="replace").decode():
-                raise ValueError(f"{word!a}: found bytes that are not UTF-8, expected UTF-8")
+        require_utf8(sys.argv[1:] if argv is None else argv)
         args, unknown = parser.parse_known_args(argv)
         if unknown and not hasattr(args, "overrides"):
             parser.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -51,6 +49,17 @@ def run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None = No
         for line in str(error).splitlines() or [type(error).__name__]:
             print(f"error: {printable(line)}", file=sys.stderr)
         return 2
+
+
+def require_utf8(words: Sequence[str]) -> None:
+    """Check words of a command line, whose paths a log or a JSON file could not name.
+
+    Raises:
+        ValueError: One has bytes that are not UTF-8.
+    """
+    for word in words:
+        if word != word.encode(errors="replace").decode():
+            raise ValueError(f"{word!a}: found bytes that are not UTF-8, expected UTF-8")
 
 
 def _drop_output() -> None:

@@ -26,12 +26,14 @@ def groups_of(config: Any) -> Groups:
     """Parameter groups as the run makes them, without memory; all of them AdamW's under AdamW.
 
     Raises:
-        ValueError: For a model that there is not, or an unknown matrix inside a block.
+        ValueError: For a model that there is not, an unknown matrix inside a block, or an
+            expression that matches no parameter.
     """
     from torchtitan_ext.plugin import models, optimizers
 
     with torch.device("meta"):
         model = models.spec(config.model).model.build()
+    optimizers.require_used([model], config.optimizer)
     if config.optimizer.name == "AdamW":
         params = [(name, parameter) for parameter, name in named_parameters([model]).items()]
         return [{"params": params, "algorithm": "adamw"}]

@@ -102,11 +102,11 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--head: found none, expected host:port of one of the nodes")
     if args.numa_binding and not machine.num_gpus():
         raise ValueError(f"--numa-binding: found {args.numa_binding!r}, which needs GPUs")
-    config = settings.load(arguments)
+    config, problems = settings.load(arguments)
     ranks = pick_ranks(args.ranks, args.nodes)
     # A rank on CPU has its share of the machine's memory.
     memory_gb = machine.gpu_memory_gb() or machine.memory_bytes() / ranks / 1e9
-    config, problems = checks.validate_config(config, ranks * nodes)
+    config, problems = checks.validate_config(config, ranks * nodes, problems)
     if not problems:  # Sizes mean little before all fits together.
         checks.collect(problems, lambda: check_memory(config, ranks * nodes, memory_gb))
     problems = problems or checks.missing_on_this_machine(config)
