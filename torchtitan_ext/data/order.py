@@ -67,7 +67,7 @@ class Mixture:
         self._seed = seed
 
     def __call__(self, number: int) -> tuple[int, int]:
-        """Source of sequence ``number`` of a run, and how many it has given before."""
+        """Source of sequence ``number`` of a run, and the place in the source."""
         if len(self._bounds) == 2:
             return 0, number
         cycle, place = divmod(number, CYCLE)
@@ -75,3 +75,18 @@ class Mixture:
         source = bisect.bisect_right(self._bounds, slot) - 1
         first, end = self._bounds[source : source + 2]
         return source, cycle * (end - first) + slot - first
+
+    def left(self, number: int) -> list[tuple[int, list[int]]]:
+        """Places that the first ``number`` sequences of a run have left in each source.
+
+        Returns:
+            A place from which on all are left, and those before it in the order of their turns.
+        """
+        if len(self._bounds) == 2:
+            return [(number, [])]
+        cycles = -(-number // CYCLE)
+        ends = [cycles * (end - first) for first, end in itertools.pairwise(self._bounds)]
+        left: list[tuple[int, list[int]]] = [(end, []) for end in ends]
+        for source, place in map(self, range(number, cycles * CYCLE)):
+            left[source][1].append(place)
+        return left
