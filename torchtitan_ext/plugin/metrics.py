@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -67,12 +68,7 @@ class MetricsProcessor(titan.MetricsProcessor):
         # torchtitan would compare any CPU with an A100; this leaves the share of peak flops out.
         self.has_quantization |= cpu_is_needed()
         config_dict = options["config_dict"]
-        # The section says which model it is; all of its modules would take thousands of lines.
-        self._config_dict = {k: v for k, v in config_dict.items() if k != "model_spec"}
-        if "model" not in config_dict:  # a config of torchtitan, with its own tokenizer
-            names = {key: config_dict["model_spec"][key] for key in ("name", "flavor")}
-            self._config_dict["model"] = names
-            self._config_dict["tokenizer"] = {"kind": "hf", **config_dict["tokenizer"]}
+        self._config_dict = run_config(config_dict)
         training = SimpleNamespace(**config_dict["training"])
         self._num_steps = int(training.steps)
         num_sequences = sequences_per_step(training, options["parallel_dims"])
@@ -204,6 +200,23 @@ class MetricsProcessor(titan.MetricsProcessor):
     def _optimizer(self) -> Any:
         """The one of our container; None in torchtitan's own, which holds several."""
         return getattr(self.optimizers, "optimizer", None)
+
+
+def run_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``run.json`` holds of a config of this project or of torchtitan.
+
+    The paths of the tokenizer are absolute: `amo export` may be called in another folder.
+    """
+    # The section says which model it is; all of its modules would take thousands of lines.
+    kept = {name: value for name, value in config.items() if name != "model_spec"}
+    tokenizer = kept["tokenizer"] = {**config["tokenizer"]}
+    if "model" not in config:  # a config of torchtitan, with its own tokenizer
+        kept["model"] = {key: config["model_spec"][key] for key in ("name", "flavor")}
+        tokenizer["kind"] = "hf"
+    for section, name in ((kept, "hf_assets_path"), (tokenizer, "path")):
+        if section.get(name):
+            section[name] = os.path.abspath(os.path.expanduser(section[name]))
+    return kept
 
 
 def peak_memory() -> int:
