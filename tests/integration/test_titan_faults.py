@@ -34,6 +34,9 @@ def reference(titan: Server, tmp_path_factory: pytest.TempPathFactory) -> Run:
     for rank in range(2):
         lines = (run.folder / f"calls{rank}.jsonl").read_text().splitlines()
         assert [json.loads(line) for line in lines] == calls
+    for record in run.records():
+        assert record["slowest_optimizer_seconds_per_step"] >= record["optimizer_seconds_per_step"]
+        assert {record["slowest_optimizer_rank"], record["slowest_data_rank"]} <= {0, 1}
     assert [record["tenfold_step"] for record in run.records()] == [*range(10, 101, 10)]
     # The console of a brief run: the plan once, and nothing of what only a log needs.
     assert run.output().count("beside the uniform schedule:\n") == 1

@@ -80,8 +80,9 @@ def override(token: str, stock: Any = None) -> None:
 def figures(*results: Any) -> None:
     """Log what callbacks return, one each."""
     with mock.patch.object(Callback, "log_metrics", side_effect=results):
-        names = [f"{Callback.__module__}.Callback"] * len(results)
-        Callbacks(names).figures(3, {})
+        module = "tests.integration.own_callbacks"
+        names = [f"{Callback.__module__}.Callback", f"{module}.Other"]
+        Callbacks(names[: len(results)]).figures(3, {})
 
 
 def on_cpu(attention: Any) -> None:
@@ -163,6 +164,7 @@ CALLS: list[tuple[Callable[[], object], str]] = [
     (lambda: CheckpointManager.Config(interval=20, keep_every=30), "keep_every"),
     (lambda: CheckpointManager.Config(folder="s3://bucket/run"), "folder"),
     (lambda: Callbacks(["Notes"]), "metrics.callbacks"),
+    (lambda: Callbacks([f"{Callback.__module__}.Callback"] * 2), "metrics.callbacks"),
     (lambda: figures({"validation_loss": 1.0}), "metrics.callbacks"),
     (lambda: figures({"own": 1.0}, {"own": 1.0}), "metrics.callbacks"),
     (lambda: figures({"own": None}), "metrics.callbacks"),

@@ -29,7 +29,7 @@ from torchtitan_ext.runs.run_files import (
 
 logger = logging.getLogger(__name__)
 
-STATES = ("optimizer", "dataloader", "lr_scheduler", "train_state", "batch")
+STATES = ("optimizer", "dataloader", "lr_scheduler", "train_state", "batch", "callbacks")
 """Names of what a checkpoint holds beside the model."""
 
 

@@ -17,6 +17,8 @@ _REMEDY = (
     "checkpoint.initial_load_path starts a run in another dump_folder from its weights"
 )
 
+_CALLBACK_REMEDY = "--checkpoint.exclude_from_loading callbacks starts callbacks anew"
+
 
 def load(state_dict: dict[str, Any], checkpoint_id: str, *, verify: bool = True) -> None:
     """Load a checkpoint in place.
@@ -51,7 +53,9 @@ def explained(checkpoint_id: str, reader: CheckpointReader | None = None) -> Ite
     except CheckpointException as error:
         for cause, _ in error.failures.values():
             if "Missing key" in str(cause):
-                raise ValueError(f"checkpoint {checkpoint_id}: {cause} {_REMEDY}") from None
+                is_callback = "callbacks." in str(cause)
+                remedy = _CALLBACK_REMEDY if is_callback else _REMEDY
+                raise ValueError(f"checkpoint {checkpoint_id}: {cause} {remedy}") from None
             if isinstance(cause, ValueError):
                 raise ValueError(f"checkpoint {cause}") from None
         if reader is not None and reader.error is not None:

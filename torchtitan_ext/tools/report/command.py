@@ -113,6 +113,11 @@ def _facts(run: Run) -> dict[str, str | None]:
     # 0 is no measurement, as after a resume.
     residuals = [value for _, value in run.series("newton_schulz/residual") if value]
     counts = last["num_steps_by_type"]
+    mfu = [value for _, value in run.series("mfu_percent")]
+    times = dict(run.series("slowest_optimizer_seconds_per_step"))
+    at = max(times, key=lambda step: times[step], default=0)
+    rank = dict(run.series("slowest_optimizer_rank")).get(at)
+    slowest = f"{times[at]:.4g} s on rank {rank}, at step {at}" if times else None
 
     def newest(name: str) -> str | None:
         values = run.series(name)
@@ -124,6 +129,8 @@ def _facts(run: Run) -> dict[str, str | None]:
         "steps": f"{last['step']:,}" + (f" of {total:,}" if total else ""),
         "tokens": None if tokens is None else f"{tokens:,.0f}",
         "tokens per second, median": None if speed is None else f"{speed:,.0f}",
+        "MFU, median": f"{statistics.median(mfu):.1f} %" if mfu else None,
+        "slowest optimizer step": slowest,
         "loss": newest("loss"),
         "validation loss": f"{run.validations[-1][1]:.4g}" if run.validations else None,
         "gradient norm": newest("grad_norm"),
