@@ -43,7 +43,17 @@ def reference(titan: Server, tmp_path_factory: pytest.TempPathFactory) -> Run:
     for rank in range(2):
         assert "device mesh" in (run.folder / f"log_rank{rank}.txt").read_text()
     assert "device mesh" not in run.output()
+    assert "nothing was trained" not in run.output()
     return run
+
+
+def test_a_run_that_is_complete_says_so(titan: Server, reference: Run, tmp_path: Path) -> None:
+    shutil.copytree(reference.folder, tmp_path, dirs_exist_ok=True)
+    for file in tmp_path.glob("rank*.txt"):
+        file.unlink()
+    run = titan.run(Job(2, str(tmp_path), OPTIONS))
+    assert run.output().count(f"of {NUM_STEPS}): nothing was trained; a larger training.steps") == 1
+    assert run.losses() == reference.losses()
 
 
 def test_checkpoints_cut_or_damaged_are_skipped(

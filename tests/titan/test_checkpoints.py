@@ -18,7 +18,7 @@ from torch import nn
 from torchtitan.components.optimizer import LRSchedulersContainer
 
 from amo_dist.engine.ballot import NonFiniteUpdateError
-from torchtitan_ext.plugin import checkpoints
+from torchtitan_ext.plugin import checkpoints, storage
 from torchtitan_ext.plugin.optimizers import OptimizersContainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:To get the last learning rate:UserWarning")
@@ -155,6 +155,32 @@ def test_a_damaged_checkpoint_is_named_and_skipped(
     assert len(lines) == len(steps)
     for step, line in zip(steps, lines, strict=True):
         assert f"step-{step} is damaged: __0_0.distcp" in line
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("initial", [True, False])
+def test_a_checkpoint_is_verified_once_and_only_where_asked(
+    saved: Path, tmp_path_factory: pytest.TempPathFactory, verify: bool, initial: bool
+) -> None:
+    """The newest one before it is chosen, initial weights as they are read."""
+    folder = tmp_path_factory.mktemp("elsewhere") if initial else saved
+    path = str(saved / "checkpoint" / "step-2") if initial else None
+    with (
+        mock.patch.object(checkpoints, "find_damage", return_value="") as chosen,
+        mock.patch.object(storage, "find_damage", return_value="") as read,
+        Run(folder, initial_load_path=path, verify=verify) as run,
+    ):
+        assert run.load() == (2 if initial else 10)
+        assert (chosen.called, read.called) == (verify and not initial, verify and initial)
+
+
+def test_the_newest_without_checksums_is_refused_where_its_metadata_is_damaged(saved: Path) -> None:
+    newest = saved / "checkpoint" / "step-10"
+    (newest / "checksums.json").unlink()
+    flip(newest / ".metadata")
+    (newest / ".metadata").write_bytes((newest / ".metadata").read_bytes()[:-9])
+    with Run(saved) as run, pytest.raises(ValueError, match=rf"^checkpoint {newest}/.metadata: "):
+        run.load()
 
 
 def test_a_run_may_stop_at_damage_and_never_starts_anew_for_it(saved: Path) -> None:

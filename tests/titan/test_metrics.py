@@ -143,7 +143,7 @@ def test_waits_for_data_are_told_from_one_per_cent_of_a_step_on(
 def test_the_slowest_rank_is_named_and_mfu_is_of_all_devices(
     processor: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    processor.should_log(12)
+    processor.should_log(11)
     by_rank = torch.tensor([[1.0, 8.0, 0.0], [4.0, 2.0, 0.5]], dtype=torch.float64)
     monkeypatch.setattr(processor, "_seconds_by_rank", lambda *_: by_rank)
     record = log(processor, 12, 10.0)
