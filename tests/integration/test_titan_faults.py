@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -77,6 +78,20 @@ def test_checkpoints_cut_or_damaged_are_skipped(
     assert_same_end(run, reference, NUM_STEPS)
     spans = load(run.folder).spans("phase")
     assert spans == [("observation", 1, 4), ("transition", 5, 7), ("locked", 8, NUM_STEPS)]
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_from_an_object_store(titan: Server, reference: Run, tmp_path: Path) -> None:
+    store = f"--checkpoint.folder=file://{tmp_path}/store/checkpoint"
+    job = Job(2, str(tmp_path / "run"), (*OPTIONS, store, "--checkpoint.async_mode=async"))
+    exits = titan.wait(titan.start(dataclasses.replace(job, die_at=(0, 7, "SIGKILL"))), 60)
+    assert exits[0] == -signal.SIGKILL
+    assert not (tmp_path / "run" / "checkpoint").exists()
+    run = titan.run(job)
+    # The save of step 6, in a thread, may have been cut short.
+    assert re.search(rf"training resumes at step [57] of {NUM_STEPS}\n", run.output())
+    (tmp_path / "run" / "checkpoint").symlink_to(tmp_path / "store" / "checkpoint")
+    assert_same_end(run, reference, NUM_STEPS)
 
 
 @pytest.mark.slow

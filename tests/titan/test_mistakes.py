@@ -162,7 +162,6 @@ CALLS: list[tuple[Callable[[], object], str]] = [
     (lambda: override('float8={"filter_fqns": ["router"]}'), "override.imports"),
     (lambda: override("muon", settings.load([])[0]), "override.imports"),
     (lambda: CheckpointManager.Config(interval=20, keep_every=30), "keep_every"),
-    (lambda: CheckpointManager.Config(folder="s3://bucket/run"), "folder"),
     (lambda: Callbacks(["Notes"]), "metrics.callbacks"),
     (lambda: Callbacks([f"{Callback.__module__}.Callback"] * 2), "metrics.callbacks"),
     (lambda: figures({"validation_loss": 1.0}), "metrics.callbacks"),

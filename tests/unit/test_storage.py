@@ -7,6 +7,7 @@ import json
 import pickle
 import random
 import re
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from tests.examples import ROOT
 from torchtitan_ext import CheckpointReader, CheckpointWriter
 from torchtitan_ext.plugin import loading, storage
 from torchtitan_ext.plugin.storage import CHECKSUMS, find_damage
+from torchtitan_ext.runs.stores import Remote, folder_of
 
 SHARD = "__0_0.distcp"
 pytestmark = [
@@ -94,6 +96,35 @@ def test_what_was_saved_is_read(tmp_path: Path, door: Door, sums: bool) -> None:
     found = read(folder, door)
     assert torch.equal(found["model"]["w"], state(3.0)["model"]["w"])
     assert found["train"] == {"step": 3, "names": ["a", "b"]}
+
+
+@pytest.mark.parametrize("scheme", ["file", "memory"])
+@pytest.mark.parametrize("door", [plain_recipe, torchtitan])
+def test_an_object_store_is_written_checked_and_read(
+    tmp_path: Path, door: Door, scheme: str
+) -> None:
+    """Through fsspec, by the URL."""
+    url: Any = f"{scheme}://{tmp_path}/step-1"
+    for fill in (1.0, 3.0):  # written over
+        save(url, state(fill), sums=True)
+    assert torch.equal(read(url, door)["model"]["w"], state(3.0)["model"]["w"])
+    folder = folder_of(url)
+    assert find_damage(folder) == ""
+    assert isinstance(folder, Remote)
+    (folder / SHARD).write_bytes(flip((folder / SHARD).read_bytes()))
+    assert find_damage(folder) == f"{SHARD} has other bytes than were written"
+    assert f"{SHARD} has other bytes" in refusal(url, door)
+    (folder / ".metadata").unlink()
+    assert find_damage(folder).startswith(".metadata: ")
+    (folder / CHECKSUMS).write_bytes(b"{")
+    assert f"{url}/{CHECKSUMS}: cannot be read" in refusal(url, door)
+
+
+@pytest.mark.parametrize("url", ["moon://a", "s3://bucket/run"])
+def test_a_store_without_a_driver_is_named(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    with pytest.raises(ValueError, match=f"^{url}: .*(not known|s3fs)"):
+        folder_of(url)
 
 
 @pytest.mark.parametrize("door", [plain_recipe, torchtitan])

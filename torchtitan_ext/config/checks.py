@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torchtitan.distributed import ParallelDims
-from torchtitan.tools import filesystem
 
 from torchtitan_ext.config.values import overlay, unchecked
 from torchtitan_ext.data import loader
@@ -21,6 +20,7 @@ from torchtitan_ext.plugin import losses, machine, models, optimizers
 from torchtitan_ext.plugin.callbacks import Callbacks
 from torchtitan_ext.plugin.checkpoints import STATES
 from torchtitan_ext.runs.run_files import complete_steps, require_local
+from torchtitan_ext.runs.stores import folder_of
 
 _T = TypeVar("_T")
 
@@ -283,14 +283,14 @@ def _check_start(config: Any) -> None:
     section = config.checkpoint
     if not section.enable:
         return
-    steps = complete_steps(Path(config.dump_folder, section.folder))
+    steps = complete_steps(folder_of(config.dump_folder, section.folder))
     if section.load_step >= 0 and section.load_step not in steps:
         raise ValueError(
             f"checkpoint.load_step: found {section.load_step}, expected one of {steps} in "
             f"{config.dump_folder}"
         )
     path = section.initial_load_path
-    if path and not steps and not filesystem.isdir(path):
+    if path and not steps and not folder_of(path).is_dir():
         raise ValueError(f"checkpoint.initial_load_path: found no folder {path}")
 
 

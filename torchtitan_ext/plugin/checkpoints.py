@@ -14,7 +14,6 @@ import torch.distributed as dist
 import torchtitan.components.checkpointer as titan
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
-from torchtitan.tools.filesystem import is_remote
 from torchtitan.tools.utils import GarbageCollection
 
 from torchtitan_ext.plugin import hyperparameters, loading
@@ -26,6 +25,7 @@ from torchtitan_ext.runs.run_files import (
     complete_steps,
     require_local,
 )
+from torchtitan_ext.runs.stores import folder_of, is_remote
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,6 @@ class CheckpointManager(titan.CheckpointManager):
                 raise ValueError(
                     f"stop_seconds: found {self.stop_seconds}, expected an integer >= 1"
                 )
-            require_local("folder", self.folder)
             if self.initial_load_path and not is_remote(self.initial_load_path):
                 self.initial_load_path = str(Path(self.initial_load_path).absolute())
             self.last_save_model_only |= self.last_save_in_hf
@@ -181,10 +180,10 @@ class CheckpointManager(titan.CheckpointManager):
         Raises:
             ValueError: On every rank, if all are damaged, or one is and ``damaged`` is ``error``.
         """
-        shared = [complete_steps(Path(self.folder))]
+        shared = [complete_steps(folder_of(self.folder))]
         dist.broadcast_object_list(shared, src=0)
         (steps,) = shared
-        incomplete = checkpoints(Path(self.folder))
+        incomplete = checkpoints(folder_of(self.folder))
         if not steps and incomplete and dist.get_rank() == 0:
             logger.warning(
                 "no checkpoint in %s is complete (a save was cut short: %s); the run starts anew",
@@ -214,7 +213,7 @@ class CheckpointManager(titan.CheckpointManager):
             ValueError: On every rank, if the folder is missing on any: a rank that raised alone
                 would leave the others waiting.
         """
-        folder = Path(self._create_checkpoint_id(step))
+        folder = folder_of(self._create_checkpoint_id(step))
         rank, world_size = dist.get_rank(), dist.get_world_size()
         damage = None
         if folder.is_dir():
@@ -247,7 +246,7 @@ class CheckpointManager(titan.CheckpointManager):
         if dist.get_rank() == 0:
             # No rank writes before this one has handed out the work.
             for name in COMPLETE_FILES:
-                Path(self._create_checkpoint_id(curr_step), name).unlink(missing_ok=True)
+                folder_of(self._create_checkpoint_id(curr_step), name).unlink(missing_ok=True)
         if self.async_mode == titan.AsyncMode.ASYNC_WITH_PINNED_MEM:
             # PyTorch copies on a stream that waits for no other: it would read parameters and
             # state before the last kernels of the step have written them.
@@ -287,7 +286,7 @@ class CheckpointManager(titan.CheckpointManager):
         try:
             yield
         except (CheckpointException, OSError) as error:
-            steps = {*complete_steps(Path(self.folder))} - {self._step_under_way}
+            steps = {*complete_steps(folder_of(self.folder))} - {self._step_under_way}
             newest = f"step {max(steps)} is the newest complete one" if steps else "there is none"
             raise CheckpointError(
                 f"the checkpoint of step {self._step_under_way} could not be written to "
@@ -298,10 +297,10 @@ class CheckpointManager(titan.CheckpointManager):
         if not self._should_purge():
             return
         current = self._step_under_way
-        older = [step for step in complete_steps(Path(self.folder)) if step < current]
+        older = [step for step in complete_steps(folder_of(self.folder)) if step < current]
         every = self._config.keep_every
         milestones = (step for step in older if every and not step % every)
         kept = {current, *older[-(self.keep_latest_k - 1) :], *milestones}
-        for step, folder in checkpoints(Path(self.folder)).items():
+        for step, folder in checkpoints(folder_of(self.folder)).items():
             if step < current and step not in kept:
                 self.purge_queue.put(str(folder))

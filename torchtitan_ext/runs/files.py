@@ -12,23 +12,25 @@ import os
 from pathlib import Path
 from typing import Any
 
+from torchtitan_ext.runs.stores import Remote
+
 SCRATCH = ".tmp"
 """Suffix of a scratch file's name."""
 
 
-def read_bytes(path: str | os.PathLike[str]) -> bytes:
+def read_bytes(path: str | os.PathLike[str] | Remote) -> bytes:
     """Content of a file.
 
     Raises:
         OSError: It cannot be read. A pipe or a device is refused: it may never end.
     """
-    path = Path(path)
+    path = path if isinstance(path, Remote) else Path(path)
     if path.exists() and not (path.is_file() or path.is_dir()):
-        raise OSError(errno.EINVAL, "a pipe or device, expected a file", os.fspath(path))
+        raise OSError(errno.EINVAL, "a pipe or device, expected a file", str(path))
     return path.read_bytes()
 
 
-def read_json(path: str | os.PathLike[str]) -> Any:
+def read_json(path: str | os.PathLike[str] | Remote) -> Any:
     """Content of a JSON file.
 
     Raises:

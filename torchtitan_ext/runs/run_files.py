@@ -18,6 +18,7 @@ from filelock import FileLock, Timeout
 from amo_dist.schedule.plan import PLAN_FILE, Plan
 from torchtitan_ext.runs import files
 from torchtitan_ext.runs.records import METRICS_FILE, append_records, drop_from, read_records
+from torchtitan_ext.runs.stores import Folder, is_remote
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ def require_local(field: str, folder: str) -> None:
     Raises:
         ValueError: If it is the address of an object store, such as ``s3://``.
     """
-    if "://" in folder:
+    if is_remote(folder):
         raise ValueError(f"{field}: found {folder!r}, expected a folder of a file system")
 
 
@@ -223,25 +224,25 @@ _DEFAULTS: dict[str, Any] = {"phase": "", "num_steps_by_type": {}, "optimizer": 
 # ------------------------------------------------------------------ checkpoints
 
 
-def checkpoint_step(checkpoint: Path) -> int | None:
+def checkpoint_step(checkpoint: Folder) -> int | None:
     """The step of ``step-<n>``; ``None`` for a folder of another name."""
     match = re.fullmatch(r"step-(\d+)", checkpoint.name)
     return int(match[1]) if match else None
 
 
-def checkpoints(folder: Path) -> dict[int, Path]:
+def checkpoints(folder: Folder) -> dict[int, Folder]:
     """The checkpoints in a folder by step, in order; those that were cut short included."""
-    path_by_step = {checkpoint_step(path): path for path in folder.glob("step-*")}
-    steps = sorted(step for step in path_by_step if step is not None)
-    return {step: path_by_step[step] for step in steps}
+    pairs = [(checkpoint_step(path), path) for path in folder.glob("step-*")]
+    found = {step: path for step, path in pairs if step is not None}
+    return {step: found[step] for step in sorted(found)}
 
 
-def is_complete(checkpoint: Path) -> bool:
+def is_complete(checkpoint: Folder) -> bool:
     """Whether a checkpoint holds what is written last; one without was cut short."""
     return any((checkpoint / name).is_file() for name in COMPLETE_FILES)
 
 
-def complete_steps(folder: Path) -> list[int]:
+def complete_steps(folder: Folder) -> list[int]:
     """The steps of the complete checkpoints in a folder, in order."""
     return [step for step, path in checkpoints(folder).items() if is_complete(path)]
 
