@@ -27,6 +27,7 @@ from torchtitan.components.quantization import Float8LinearConverter
 from torchtitan.config import Configurable, ParallelismConfig, TrainingConfig, derive, override
 from torchtitan.models.common.linear import Linear
 
+from amo_dist.config import require
 from amo_dist.optimizers.named import OPTIMIZER_NAMES
 from torchtitan_ext.config.values import fail_unknown, overlay
 from torchtitan_ext.plugin import machine, patches, stop
@@ -91,11 +92,9 @@ def float8(section: Linear.Config, **fields: Any) -> Configurable.Config:
     Raises:
         ValueError: For ``filter_fqns``: an override sees no names of modules.
     """
-    if "filter_fqns" in fields:
-        raise ValueError(
-            f"override.imports: found filter_fqns = {fields['filter_fqns']!r} for float8, expected "
-            "none: routers are left out, and torchtitan's own converter filters others"
-        )
+    expected = "none: routers are left out, and torchtitan's own converter filters others"
+    text = f"filter_fqns = {fields.get('filter_fqns')!r} for float8"
+    require("filter_fqns" not in fields, "override.imports", text, expected)
     converter: Any = Float8LinearConverter.Config(**{"model_compile_enabled": True} | fields)
     converted: Configurable.Config = converter.build().convert(section)
     return converted
@@ -149,11 +148,9 @@ def _without_graphs(section: TrainingConfig) -> TrainingConfig:
 
 def _check_backend(section: ParallelismConfig) -> None:
     """Refuse a backend that fails later; by now torchtitan has built its meshes for it."""
-    if machine.IS_OLD and section.spmd_backend == "spmd_types":
-        raise ValueError(
-            "parallelism.spmd_backend: found 'spmd_types' with a PyTorch before 2.14, expected "
-            "--parallelism.spmd_backend partial_dtensor"
-        )
+    is_right = not machine.IS_OLD or section.spmd_backend != "spmd_types"
+    expected = "--parallelism.spmd_backend partial_dtensor with a PyTorch before 2.14"
+    require(is_right, "parallelism.spmd_backend", section.spmd_backend, expected)
 
 
 def _derived(section: Any, titan_class: type, amo_class: type, own: dict[str, Any]) -> Any:

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,6 +14,7 @@ import torch
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torchtitan.distributed import ParallelDims
 
+from amo_dist.config import require
 from torchtitan_ext.config.values import overlay, unchecked
 from torchtitan_ext.data import loader
 from torchtitan_ext.plugin import losses, machine, models, optimizers
@@ -24,65 +25,37 @@ from torchtitan_ext.runs.stores import folder_of
 
 _T = TypeVar("_T")
 
-# Fields by what is expected of their numbers, those of a section together. Unset ones may stay so.
-_RANGES: list[tuple[str, Callable[[Any], bool], tuple[str, ...]]] = [
-    (
-        "a number >= 1",
-        lambda number: 1 <= number < math.inf,
-        (
-            "training: steps seq_len local_batch_size gc_freq",
-            "parallelism: data_parallel_replicate_degree tensor_parallel_degree",
-            "parallelism: context_parallel_degree pipeline_parallel_degree expert_parallel_degree",
-            "parallelism: pipeline_parallel_layers_per_stage",
-            "comm: init_timeout_seconds train_timeout_seconds",
-            "profiler: profile_freq profiler_active",
-            "profiler: memory_snapshot_freq memory_snapshot_max_entries",
-            "metrics: log_freq",
-            "validator: freq",
-            "dataloader: prefetch_factor",
-            "validator.dataloader: prefetch_factor",
-            "lr_scheduler: total_steps",
-            "loss: global_vocab_size",
-        ),
-    ),
-    (
-        "a number >= 0",
-        lambda number: 0 <= number < math.inf,
-        (
-            "optimizer: lr weight_decay eps",
-            "lr_scheduler: warmup_steps",
-            "parallelism: pipeline_parallel_first_stage_less_layers",
-            "parallelism: pipeline_parallel_last_stage_less_layers",
-            "comm: trace_buf_size",
-            "profiler: profiler_warmup profiler_repeat",
-            "profiler: profiler_skip_first profiler_skip_first_wait",
-            "dataloader: num_workers",
-            "validator.dataloader: num_workers",
-        ),
-    ),
-    (
-        "a number >= 0 and < 2^63",
-        lambda number: 0 <= number < 2**63,
-        ("dataloader: seed", "validator.dataloader: seed", "debug: seed"),
-    ),
-    ("a number >= 0 and < 1", lambda number: 0 <= number < 1, ("optimizer: beta1 beta2",)),
-    (
-        "a number >= 0 and <= 1",
-        lambda number: 0 <= number <= 1,
-        ("lr_scheduler: decay_ratio min_lr_factor",),
-    ),
-    ("a number > 0", lambda number: number > 0, ("training: max_norm",)),
-    ("a number >= -1", lambda number: number >= -1, ("checkpoint: load_step",)),
-    (
-        "-1, or a number >= 1",
-        lambda number: number == -1 or number >= 1,
-        (
-            "validator: steps",
-            "parallelism: data_parallel_shard_degree",
-            "training: global_batch_size",
-        ),
-    ),
+_POSITIVE = (
+    "training.steps training.seq_len training.local_batch_size training.gc_freq metrics.log_freq "
+    "parallelism.data_parallel_replicate_degree parallelism.tensor_parallel_degree validator.freq "
+    "parallelism.context_parallel_degree parallelism.pipeline_parallel_degree "
+    "parallelism.expert_parallel_degree parallelism.pipeline_parallel_layers_per_stage "
+    "profiler.profile_freq "
+    "comm.init_timeout_seconds comm.train_timeout_seconds profiler.profiler_active "
+    "profiler.memory_snapshot_freq profiler.memory_snapshot_max_entries dataloader.prefetch_factor "
+    "validator.dataloader.prefetch_factor lr_scheduler.total_steps loss.global_vocab_size"
+)
+_NOT_NEGATIVE = (
+    "optimizer.lr optimizer.weight_decay optimizer.eps lr_scheduler.warmup_steps "
+    "parallelism.pipeline_parallel_first_stage_less_layers "
+    "parallelism.pipeline_parallel_last_stage_less_layers comm.trace_buf_size "
+    "profiler.profiler_warmup profiler.profiler_repeat profiler.profiler_skip_first "
+    "profiler.profiler_skip_first_wait dataloader.num_workers validator.dataloader.num_workers"
+)
+_SEEDS = "dataloader.seed validator.dataloader.seed debug.seed"
+_RATIOS = "lr_scheduler.decay_ratio lr_scheduler.min_lr_factor"
+_COUNTS = "validator.steps parallelism.data_parallel_shard_degree training.global_batch_size"
+_RANGES: list[tuple[str, str, Callable[[Any], bool]]] = [
+    (_POSITIVE, "a number >= 1", lambda number: 1 <= number < math.inf),
+    (_NOT_NEGATIVE, "a number >= 0", lambda number: 0 <= number < math.inf),
+    (_SEEDS, "a number >= 0 and < 2^63", lambda number: 0 <= number < 2**63),
+    ("optimizer.beta1 optimizer.beta2", "a number >= 0 and < 1", lambda number: 0 <= number < 1),
+    (_RATIOS, "a number >= 0 and <= 1", lambda number: 0 <= number <= 1),
+    ("training.max_norm", "a number > 0", lambda number: number > 0),
+    ("checkpoint.load_step", "a number >= -1", lambda number: number >= -1),
+    (_COUNTS, "-1, or a number >= 1", lambda number: number == -1 or number >= 1),
 ]
+"""Fields, and what is expected of their numbers; unset ones may stay so."""
 
 
 def complete(config: _T, world_size: int | None = None, problems: Sequence[str] = ()) -> _T:
@@ -133,13 +106,11 @@ def validate_config(
         config = overlay(dataclasses.replace(config, optimizer=optimizer, model_spec=spec), derived)
     checks: list[Callable[[], object]] = [
         lambda: require_local("dump_folder", config.dump_folder),
-        lambda: _check_ranges(config),
+        lambda: _check_numbers(config),
         lambda: losses.validate(config),
         lambda: optimizers.check_lock(config.optimizer, config.training.steps),
         lambda: loader.check(config.dataloader),
-        lambda: _check_names(config),
-        lambda: _check_profiler(config.profiler),
-        *(functools.partial(Callbacks, [path]) for path in config.metrics.callbacks),
+        *_check_names(config),
     ]
     if config.validator.enable:
         checks.append(lambda: loader.check(config.validator.dataloader))
@@ -152,52 +123,44 @@ def validate_config(
     return config, list(dict.fromkeys(problems))
 
 
-def _check_ranges(config: Any, sections: str = "") -> None:
-    """Check numbers, of the sections whose names start with a text."""
+def _check_numbers(config: Any, section: str = "") -> None:
+    """Check all numbers, or those of a section."""
     problems = []
-    for expected, is_right, lines in _RANGES:
-        for section, _, names in (line.partition(": ") for line in lines):
-            for name in names.split():
-                value = getattr(operator.attrgetter(section)(config), name)
-                is_asked = value is not None and section.startswith(sections)
-                if is_asked and not is_right(value):  # nor is NaN
-                    problems.append(f"{section}.{name}: found {value!r}, expected {expected}")
+    for names, expected, is_right in _RANGES:
+        for field in names.split():
+            value = operator.attrgetter(field)(config)
+            is_asked = value is not None and field.startswith(section)
+            if is_asked and not is_right(value):  # nor is NaN
+                problems.append(f"{field}: found {value!r}, expected {expected}")
     if problems:
         raise ValueError("\n".join(problems))
 
 
-def _check_names(config: Any) -> None:
-    """Check names that torchtitan looks up on the ranks."""
-    problems = [
-        f"checkpoint.exclude_from_loading: found {name!r}, expected of {', '.join(STATES)}"
-        for name in config.checkpoint.exclude_from_loading
-        if name not in STATES
-    ]
-    parallelism = config.parallelism
-    if parallelism.pipeline_parallel_degree > 1 and not parallelism.pipeline_parallel_schedule_csv:
-        name = parallelism.pipeline_parallel_schedule
-        try:
-            get_schedule_class(name)
-        except ValueError as error:
-            problems.append(f"parallelism.pipeline_parallel_schedule: found {name!r}: {error}")
+def _check_names(config: Any) -> Iterator[Callable[[], object]]:
+    """Checks of names and numbers that torchtitan looks up on the ranks."""
+    for name in config.checkpoint.exclude_from_loading:
+        field, expected = "checkpoint.exclude_from_loading", f"of {', '.join(STATES)}"
+        yield functools.partial(require, name in STATES, field, name, expected)
+    if config.parallelism.pipeline_parallel_degree > 1:
+        yield lambda: _check_schedule(config.parallelism)
     if config.compile.enable:
-        backends = torch._dynamo.list_backends(None)
-        if config.compile.backend not in backends:
-            problems.append(
-                f"compile.backend: found {config.compile.backend!r}, expected one of "
-                f"{', '.join(backends)}"
-            )
-    if problems:
-        raise ValueError("\n".join(problems))
+        backend, backends = config.compile.backend, torch._dynamo.list_backends(None)
+        yield lambda: require(backend in backends, "compile.backend", backend, f"of {backends}")
+    if config.profiler.enable_profiling:
+        every = config.profiler.profile_freq
+        least = config.profiler.profiler_warmup + config.profiler.profiler_active
+        expected = f"at least profiler_warmup + profiler_active = {least}"
+        yield lambda: require(not 0 < every < least, "profiler.profile_freq", every, expected)
+    for path in config.metrics.callbacks:
+        yield functools.partial(Callbacks, [path])
 
 
-def _check_profiler(section: Any) -> None:
-    least = section.profiler_warmup + section.profiler_active
-    if section.enable_profiling and 0 < section.profile_freq < least:
-        raise ValueError(
-            f"profiler.profile_freq: found {section.profile_freq}, expected at least "
-            f"profiler_warmup + profiler_active = {least}"
-        )
+def _check_schedule(section: Any) -> None:
+    try:
+        if not section.pipeline_parallel_schedule_csv:
+            get_schedule_class(section.pipeline_parallel_schedule)
+    except ValueError as error:
+        raise ValueError(f"parallelism.pipeline_parallel_schedule: {error}") from None
 
 
 def collect(problems: list[str], check: Callable[[], Any]) -> Any:
@@ -218,14 +181,12 @@ def degrees(config: Any, world_size: int) -> ParallelDims:
     try:
         return ParallelDims.from_config(config.parallelism, world_size)
     except (AssertionError, ZeroDivisionError):
-        _check_ranges(config, "parallelism")
-        names = [f"{name}_parallel" for name in ("tensor", "context", "pipeline")]
-        names += ["data_parallel_replicate", "data_parallel_shard"]
-        degrees = {name: getattr(config.parallelism, f"{name}_degree") for name in names}
-        texts = ", ".join(f"{name}_degree {degree}" for name, degree in degrees.items())
-        raise ValueError(
-            f"parallelism: found {texts}, expected a product of {world_size}, the number of ranks"
-        ) from None
+        _check_numbers(config, "parallelism")
+        section = dataclasses.asdict(config.parallelism)
+        section.pop("expert_parallel_degree")  # of ranks that are counted by the others
+        text = ", ".join(f"{k} {section[k]}" for k in section if k.endswith("degree"))
+        require(False, "parallelism", text, f"a product of {world_size}, the number of ranks")
+        raise
 
 
 def check_batch(config: Any, world_size: int) -> None:
@@ -237,26 +198,20 @@ def check_batch(config: Any, world_size: int) -> None:
     dims, training = degrees(config, world_size), config.training
     num_data_ranks = dims.dp_replicate * dims.dp_shard
     size, least = training.global_batch_size, training.local_batch_size * num_data_ranks
-    if size > 0 and least > 0 and size % least:
-        raise ValueError(
-            f"training.global_batch_size: found {size}, expected a multiple of {least}: "
-            f"local_batch_size {training.local_batch_size} on {num_data_ranks} data-parallel "
-            "ranks, or -1 for just that"
-        )
+    require(
+        size < 1 or least < 1 or size % least == 0,
+        *("training.global_batch_size", size),
+        f"a multiple of {least}: local_batch_size {training.local_batch_size} on {num_data_ranks} "
+        "data-parallel ranks, or -1 for just that",
+    )
     cuts = dims.tp if config.parallelism.enable_sequence_parallel else 1
     cuts *= 2 * dims.cp if dims.cp > 1 else 1
-    if training.seq_len % cuts:
-        raise ValueError(
-            f"training.seq_len: found {training.seq_len}, expected a multiple of {cuts}, into "
-            "which tensor and context parallelism cut a sequence"
-        )
-    if config.checkpoint.create_seed_checkpoint and (
-        world_size != 1 or not config.checkpoint.enable
-    ):
-        raise ValueError(
-            f"checkpoint.create_seed_checkpoint: found {world_size} ranks and checkpoint.enable = "
-            f"{str(config.checkpoint.enable).lower()}, expected one rank and true"
-        )
+    expected = f"a multiple of {cuts}, into which tensor and context parallelism cut a sequence"
+    require(training.seq_len % cuts == 0, "training.seq_len", training.seq_len, expected)
+    is_on, is_seed = config.checkpoint.enable, config.checkpoint.create_seed_checkpoint
+    text = f"{world_size} ranks and checkpoint.enable = {str(is_on).lower()}"
+    is_right = not is_seed or (is_on and world_size == 1)
+    require(is_right, "checkpoint.create_seed_checkpoint", text, "one rank and true")
 
 
 def missing_on_this_machine(config: Any) -> list[str]:
@@ -283,28 +238,22 @@ def _check_start(config: Any) -> None:
     section = config.checkpoint
     if not section.enable:
         return
-    steps = complete_steps(folder_of(config.dump_folder, section.folder))
-    if section.load_step >= 0 and section.load_step not in steps:
-        raise ValueError(
-            f"checkpoint.load_step: found {section.load_step}, expected one of {steps} in "
-            f"{config.dump_folder}"
-        )
+    steps, step = complete_steps(folder_of(config.dump_folder, section.folder)), section.load_step
+    expected = f"one of {steps} in {config.dump_folder}"
+    require(step < 0 or step in steps, "checkpoint.load_step", step, expected)
     path = section.initial_load_path
-    if path and not steps and not folder_of(path).is_dir():
-        raise ValueError(f"checkpoint.initial_load_path: found no folder {path}")
+    is_right = not path or bool(steps) or folder_of(path).is_dir()
+    require(is_right, "checkpoint.initial_load_path", path, "a folder")
 
 
 def _check_device(config: Any) -> None:
     """Check what this machine's device and PyTorch can train."""
-    if machine.IS_OLD and config.parallelism.spmd_backend == "spmd_types":
-        raise ValueError(
-            "parallelism.spmd_backend: found 'spmd_types' with a PyTorch before 2.14, expected "
-            "'partial_dtensor'"
-        )
-    if machine.cpu_is_needed() and config.model.attention != "sdpa":
-        raise ValueError(
-            f"model.attention: found {config.model.attention!r}, expected 'sdpa' on a CPU"
-        )
+    backend, attention = config.parallelism.spmd_backend, config.model.attention
+    is_right = not machine.IS_OLD or backend != "spmd_types"
+    expected = "partial_dtensor with a PyTorch before 2.14"
+    require(is_right, "parallelism.spmd_backend", backend, expected)
+    is_right = attention == "sdpa" or not machine.cpu_is_needed()
+    require(is_right, "model.attention", attention, "sdpa on a CPU")
 
 
 def _tokenizer(config: Any) -> Any:
@@ -315,13 +264,12 @@ def _tokenizer(config: Any) -> Any:
     """
     section, model = config.tokenizer, config.model_spec.model
     path = section.path or config.hf_assets_path
-    if section.kind == "hf" and not Path(path).expanduser().exists():
-        field = "tokenizer.path" if section.path else "hf_assets_path"
-        raise ValueError(f"{field}: found no tokenizer in {path} on this machine, expected one")
+    is_here = section.kind != "hf" or Path(path).expanduser().exists()
+    field = "tokenizer.path" if section.path else "hf_assets_path"
+    require(is_here, field, f"no tokenizer in {path} on this machine", "one")
     tokenizer = section.build(tokenizer_path=config.hf_assets_path)
-    if (num_tokens := tokenizer.get_vocab_size()) > model.vocab_size:
-        raise ValueError(
-            f"model.flavor: found {config.model.flavor!r} with a vocabulary of {model.vocab_size} "
-            f"tokens, expected at least the {num_tokens} of the tokenizer ({section.kind!r})"
-        )
+    text = f"{config.model.flavor!r} with a vocabulary of {model.vocab_size} tokens"
+    num_tokens = tokenizer.get_vocab_size()
+    expected = f"at least the {num_tokens} of the tokenizer ({section.kind!r})"
+    require(num_tokens <= model.vocab_size, "model.flavor", text, expected)
     return tokenizer

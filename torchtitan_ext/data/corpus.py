@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from amo_dist.config import require
 from torchtitan_ext.data.tokenizers import Tokenizer
 from torchtitan_ext.runs import files
 
@@ -113,17 +114,11 @@ def open_packed(folder: str, tokenizer: Tokenizer, order: str = "uniform") -> Co
             f"dataloader.dataset_path: found {folder!r}, expected a folder that `amo tokenize` "
             f"made: {error}"
         ) from None
-    if tokenizer.identity != made_by:
-        raise ValueError(
-            f"tokenizer.kind: found {tokenizer.identity}, expected {made_by}, which made the "
-            f"tokens in {folder}"
-        )
-    sorts = order != "uniform"
-    if sorts and not has_scores:
-        raise ValueError(
-            f"dataloader.order: found {order!r}, expected 'uniform' for {folder!r}, which was "
-            "tokenized without scores (`amo tokenize --score-field`)"
-        )
+    expected = f"{made_by}, which made the tokens in {folder}"
+    require(tokenizer.identity == made_by, "tokenizer.kind", tokenizer.identity, expected)
+    sorts, expected = order != "uniform", f"'uniform' for {folder!r}, which was tokenized without "
+    expected += "scores (`amo tokenize --score-field`)"
+    require(has_scores or not sorts, "dataloader.order", repr(order), expected)
     vocab_size = tokenizer.get_vocab_size()
     type_ = token_type(vocab_size)
     digest = hashlib.sha256(made_by.encode())

@@ -20,6 +20,7 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.config import derive
 from torchtitan.hf_datasets import text_datasets as titan
 
+from amo_dist.config import require
 from torchtitan_ext.data.corpus import Corpus, open_packed, standard_library
 from torchtitan_ext.data.order import Mixture, shuffled
 from torchtitan_ext.data.tokenizers import Tokenizer
@@ -110,10 +111,8 @@ class PackedLoader(BaseDataLoader):
         self._mixture = Mixture(weights, config.seed)
         self._corpora = open_corpora(config, tokenizer)
         self._sizes = [max(c.num_tokens - 1, 0) // seq_len for c in self._corpora]
-        if min(self._sizes) < 1:
-            raise ValueError(
-                f"training.seq_len: found {seq_len}, expected less than the tokens of the corpus"
-            )
+        is_long = min(self._sizes) > 0
+        require(is_long, "training.seq_len", seq_len, "less than the tokens of the corpus")
         self._config = config
         self._end = None if config.infinite else self._sizes[0]
         self._batch_size, self._seq_len = local_batch_size, seq_len
@@ -310,22 +309,17 @@ def check(config: PackedLoader.Config) -> None:
     with _named_for(config):
         if "." in config.dataset:
             import_class(config.dataset, BaseDataLoader, "dataloader.dataset")
-        elif config.dataset.lower() not in known:
-            raise ValueError(
-                f"dataloader.dataset: found {config.dataset!r}, expected one of {', '.join(known)}"
-            )
-        elif config.order != "uniform" and config.dataset != "packed":
-            raise ValueError(
-                f"dataloader.order: found {config.order!r}, expected 'uniform' for "
-                f"{config.dataset!r}"
-            )
+        else:
+            is_known, expected = config.dataset.lower() in known, f"one of {', '.join(known)}"
+            require(is_known, "dataloader.dataset", repr(config.dataset), expected)
+            has_order = config.order == "uniform" or config.dataset == "packed"
+            expected = f"'uniform' for {config.dataset!r}"
+            require(has_order, "dataloader.order", repr(config.order), expected)
         weights = [weight for _, weight in paths(config)]
         Mixture(weights, config.seed)
-        if not config.infinite and len(weights) > 1:
-            raise ValueError(
-                "dataloader.dataset_path: found several with weights, expected one where all is "
-                "read once: a mixture has no end (validator.steps)"
-            )
+        is_one, expected = config.infinite or len(weights) == 1, "one where all is read once: "
+        expected += "a mixture has no end (validator.steps)"
+        require(is_one, "dataloader.dataset_path", "several with weights", expected)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,8 @@ import math
 import struct
 from collections.abc import Sequence
 
+from amo_dist.config import require
+
 CYCLE = 1000  # Sequences after which a mixture has drawn exactly what its weights say.
 _ROUNDS = 6
 
@@ -57,11 +59,9 @@ class Mixture:
 
     def __init__(self, weights: Sequence[float], seed: int) -> None:
         total = sum(weights)
-        if not math.inf > min(weights) >= total / CYCLE > 0:
-            raise ValueError(
-                f"dataloader.dataset_path: found weights {list(weights)}, expected each to be at "
-                f"least {1 / CYCLE:g} of their sum"
-            )
+        is_right = math.inf > min(weights) >= total / CYCLE > 0
+        expected = f"each to be at least {1 / CYCLE:g} of their sum"
+        require(is_right, "dataloader.dataset_path", f"weights {list(weights)}", expected)
         sums = itertools.accumulate(weights, initial=0.0)
         self._bounds = [int(CYCLE * part / total + 0.5) for part in sums]
         self._seed = seed

@@ -17,6 +17,7 @@ import numpy as np
 import tiktoken
 from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
 
+from amo_dist.config import require
 from torchtitan_ext.runs import files
 
 EOS = "<|eos|>"
@@ -161,11 +162,8 @@ class TiktokenTokenizer(Tokenizer):
 
     def __init__(self, path: str, encoding: str = "", eos_token: str = "") -> None:
         super().__init__()
-        if path and encoding:
-            raise ValueError(
-                f"tokenizer.encoding: found {encoding!r}, expected none with tokenizer.path, which "
-                "is read with Llama 3's pattern and special tokens"
-            )
+        expected = "none with tokenizer.path, which is read with Llama 3's pattern and tokens"
+        require(not (path and encoding), "tokenizer.encoding", repr(encoding), expected)
         try:
             self.encoding = tiktoken.get_encoding(encoding) if encoding else _llama3(path)
         except (OSError, ValueError) as error:
@@ -175,9 +173,9 @@ class TiktokenTokenizer(Tokenizer):
                 f"encoding in TIKTOKEN_CACHE_DIR: {error}"
             ) from None
         name = eos_token or ("<|endoftext|>" if encoding else "<|end_of_text|>")
-        if name not in self.encoding.special_tokens_set:
-            names = ", ".join(sorted(self.encoding.special_tokens_set))
-            raise ValueError(f"tokenizer.eos_token: found {name!r}, expected one of {names}")
+        names = sorted(self.encoding.special_tokens_set)
+        expected = f"one of {', '.join(names)}"
+        require(name in names, "tokenizer.eos_token", repr(name), expected)
         self.eos_id = self.encoding.encode_single_token(name)
         # tiktoken checks the file of an encoding against a digest of its own.
         self._identify(encoding.encode() or files.read_bytes(Path(path).expanduser()))

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
 from torchtitan.tools.utils import GarbageCollection
 
+from amo_dist.config import require
 from torchtitan_ext.plugin import hyperparameters, loading
 from torchtitan_ext.plugin.optimizers import check_last_update
 from torchtitan_ext.plugin.storage import CheckpointWriter, find_damage, innermost
@@ -81,10 +82,7 @@ class CheckpointManager(titan.CheckpointManager):
             Raises:
                 ValueError: For a value out of range, or fields that contradict each other.
             """
-            if self.stop_seconds < 1:
-                raise ValueError(
-                    f"stop_seconds: found {self.stop_seconds}, expected an integer >= 1"
-                )
+            require(self.stop_seconds > 0, "stop_seconds", self.stop_seconds, "an integer >= 1")
             if self.initial_load_path and not is_remote(self.initial_load_path):
                 self.initial_load_path = str(Path(self.initial_load_path).absolute())
             self.last_save_model_only |= self.last_save_in_hf
@@ -93,11 +91,9 @@ class CheckpointManager(titan.CheckpointManager):
                 self.initial_load_model_only = False  # torchtitan warns about its own default.
             titan.CheckpointManager.Config.__post_init__(self)
             self.initial_load_model_only = model_only
-            if self.keep_every < 0 or self.keep_every % self.interval:
-                raise ValueError(
-                    f"keep_every: found {self.keep_every}, expected a multiple of "
-                    f"checkpoint.interval, which is {self.interval}"
-                )
+            expected = f"a multiple of checkpoint.interval, which is {self.interval}"
+            is_right = self.keep_every >= 0 and self.keep_every % self.interval == 0
+            require(is_right, "keep_every", self.keep_every, expected)
 
     on_save: Callable[[int], object] = staticmethod(lambda step: None)
     """Function of the step, called after each save."""

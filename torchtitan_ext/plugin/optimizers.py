@@ -17,7 +17,7 @@ from torch.optim import AdamW, Optimizer
 from torchtitan.config import Configurable
 from torchtitan.models.common.attention import FusedQKVLinear
 
-from amo_dist.config import AMOConfig, MuonConfig
+from amo_dist.config import AMOConfig, MuonConfig, require
 from amo_dist.operators.groups import param_groups
 from amo_dist.operators.patterns import check_expressions, clean_name
 from amo_dist.operators.views import Fused
@@ -120,17 +120,13 @@ def resolved(config: Any) -> Any:
     rule = {"use_config": "replan"}.get(config.on_config_change, config.on_config_change)
     shared = {**config.muon.shared(), "on_config_change": rule}
     own_rule = config.muon.on_config_change
-    if own_rule not in ("error", rule):
-        raise ValueError(
-            f"optimizer.muon.on_config_change: found {own_rule!r}, expected it in [optimizer]"
-        )
+    field = "optimizer.muon.on_config_change"
+    require(own_rule in ("error", rule), field, repr(own_rule), "it in [optimizer]")
     unset = AMOConfig()
     for name in SHARED:
         value = getattr(config.amo, name)
-        if value not in (getattr(unset, name), shared.get(name, value)):
-            raise ValueError(
-                f"optimizer.amo.{name}: found {value!r}, expected it in [optimizer.muon]"
-            )
+        is_right = value in (getattr(unset, name), shared.get(name, value))
+        require(is_right, f"optimizer.amo.{name}", repr(value), "it in [optimizer.muon]")
     amo = dataclasses.replace(config.amo, **shared)
     norm = amo.update_norm if config.name == "AMO" else config.muon.update_norm
     muon = dataclasses.replace(config.muon, on_config_change=rule, update_norm=norm)
@@ -152,12 +148,11 @@ def check_lock(source: Any, steps: int) -> None:
         return
     amo = config.amo
     is_unlocked = config.name == "AMO" and 0 < steps < amo.lock_step
-    if not is_unlocked or config.allow_unlocked:
-        return
-    raise ValueError(
-        f"training.steps: found {steps}, expected at least observe_until + transition_steps = "
-        f"{amo.lock_step} of [optimizer.amo], where the plan locks "
-        "(or optimizer.allow_unlocked = true)"
+    require(
+        not is_unlocked or config.allow_unlocked,
+        *("training.steps", steps),
+        f"at least observe_until + transition_steps = {amo.lock_step} of [optimizer.amo], where "
+        "the plan locks (or optimizer.allow_unlocked = true)",
     )
 
 
@@ -225,11 +220,8 @@ def require_used(model_parts: Sequence[nn.Module], config: Any) -> None:
         dist.all_gather_object(used_by_rank, used)
         used = [any(flags) for flags in zip(*used_by_rank, strict=True)]
     for (name, expression), is_used in zip(expressions, used, strict=True):
-        if not is_used:
-            raise ValueError(
-                f"optimizer.{name}: found {expression!r}, which matches no parameter, expected "
-                "one that matches a whole name"
-            )
+        text = f"{expression!r}, which matches no parameter"
+        require(is_used, f"optimizer.{name}", text, "one that matches a whole name")
 
 
 class OptimizersContainer(titan.OptimizersContainer):

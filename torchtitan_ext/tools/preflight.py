@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from amo_dist.config import require
 from amo_dist.schedule.types import MatrixInfo
 from torchtitan_ext.tools.command import printable
 
@@ -55,12 +56,9 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: The arguments or the file cannot be read.
     """
-    for field in ("world", "memory_gb"):
-        if (value := getattr(args, field)) is not None and not 0 < value <= MOST_RANKS:
-            raise ValueError(
-                f"--{field.replace('_', '-')}: found {value}, expected more than 0 and at most "
-                f"{MOST_RANKS}"
-            )
+    for field, value in (("world", args.world), ("memory-gb", args.memory_gb)):
+        is_right = value is None or 0 < value <= MOST_RANKS
+        require(is_right, f"--{field}", value, f"more than 0 and at most {MOST_RANKS}")
     print("loading PyTorch and torchtitan ...", file=sys.stderr, flush=True)
     from torchtitan_ext.config import settings
     from torchtitan_ext.config.checks import collect, missing_on_this_machine, validate_config
