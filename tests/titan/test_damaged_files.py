@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import pickle
 import re
 import shutil
 import signal
@@ -43,6 +44,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "deep table": lambda path: path.write_bytes(b"a" + b".a" * 5000 + b" = 1\n"),
     "another form": lambda path: path.write_bytes(b"[3]"),
     "a number": lambda path: path.write_bytes(b"3"),
+    "a pickle": lambda path: path.write_bytes(pickle.dumps({"no": "metadata"})),
     "a pipe": lambda path: (path.unlink(), os.mkfifo(path)),
     "a folder": lambda path: (path.unlink(), path.mkdir()),
     "a device": lambda path: (path.unlink(), path.symlink_to("/dev/zero")),
@@ -101,7 +103,7 @@ class Reader:
     accepts: tuple[str, ...] = ()
 
 
-JSON_LINES = ("cut", "empty", "binary", "another form", "a number")
+JSON_LINES = ("cut", "empty", "binary", "another form", "a number", "a pickle")
 """The last line may be cut by a kill."""
 
 READERS = [

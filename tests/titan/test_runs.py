@@ -64,12 +64,6 @@ def test_two_runs_do_not_share_a_folder(tmp_path: Path, capsys: pytest.CaptureFi
     run_files.require_unlocked(tmp_path, 0)
 
 
-def test_a_folder_that_cannot_be_locked_is_named(tmp_path: Path) -> None:
-    (tmp_path / "lock").mkdir()
-    with pytest.raises(ValueError, match=r"^dump_folder: cannot lock"):
-        run_files.lock(tmp_path)
-
-
 @pytest.mark.parametrize(("number", "is_refused"), [(errno.EOPNOTSUPP, False), (errno.EIO, True)])
 def test_a_file_system_without_locks_trains_with_a_warning(
     number: int,

@@ -171,15 +171,6 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-@pytest.mark.parametrize("damage", ["cut", "empty", "garbage", "other"])
-def test_damaged_metadata_is_named(tmp_path: Path, damage: str) -> None:
-    file = save(tmp_path / "damaged", state(1.0)) / ".metadata"
-    file.write_bytes(DAMAGE[damage](file.read_bytes()))
-    error = refusal(file.parent)
-    assert f"{file}: " in error
-    assert "damaged, or not written by" in error or "found dict" in error
-
-
 def test_dtypes_alone_come_from_torch(tmp_path: Path) -> None:
     saved = {
         str(dtype): torch.zeros(2, dtype=dtype)
