@@ -116,7 +116,6 @@ READERS = [
     Reader("plan.json", lambda path: run_files.read_plan(path.parent)),
     Reader("plan.json", command("plan", "--plan")),
     Reader("metrics.jsonl", lambda path: run_files.read_metrics(path.parent), JSON_LINES),
-    Reader("geometry.jsonl", records.read_records, JSON_LINES),
     Reader("step-1/.metadata", lambda path: load(path.parent)),
     Reader("step-1/.metadata", lambda path: load_plainly(path.parent)),
     Reader("step-1/.metadata", lambda path: find(path.parent)),
@@ -161,8 +160,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_files.RunFiles(folder).start(1, config.to_dict())
     shutil.copy(ROOT / "configs/schedules/a1.toml", folder / "schedules.toml")
     (folder / "plan.json").write_text(plan_of(AMOConfig()).to_json())
-    for name in ("metrics.jsonl", "geometry.jsonl"):
-        records.append_records(folder / name, [{"step": 1}, {"step": 2}])
+    records.append_records(folder / "metrics.jsonl", [{"step": 1}, {"step": 2}])
     for name, writer in (("step-1", CheckpointWriter), ("bare", dcp.FileSystemWriter)):
         dcp.save(state(), storage_writer=writer(folder / name), no_dist=True)
     write_packed(folder / "corpus", [["a text of some words"] * 10], [[1.0] * 10])

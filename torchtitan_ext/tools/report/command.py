@@ -23,10 +23,9 @@ def add_command(subparsers: Any) -> None:
     """Register ``report``."""
     parser = subparsers.add_parser(
         "report",
-        help="draw loss, schedule, plan and geometry of runs in one HTML file",
-        description="Write loss, rate, gradient norm, throughput, schedule, plan and geometry of "
-        "runs into one HTML file that opens offline. Needs matplotlib and Jinja (the extra "
-        "'plots').",
+        help="draw loss, schedule and plan of runs in one HTML file",
+        description="Write loss, rate, gradient norm, throughput, schedule and plan of runs into one "
+        "HTML file that opens offline. Needs matplotlib and Jinja (the extra 'plots').",
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run")
     parser.add_argument(
@@ -84,9 +83,6 @@ def sections(runs: Sequence[Run]) -> list[Section]:
             parts.append(Section(title, _image(schedule), "Darker: more steps."))
         if run.plan is not None:
             parts.append(Section(f"Plan{label}", "", str(run.plan)))
-        if (geometry := figures.geometry(run)) is not None:
-            title = f"Condition number of momentum{label}"
-            parts.append(Section(title, _image(geometry), "Median over the layers of a type."))
     return parts
 
 
