@@ -24,8 +24,8 @@ def add_command(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "report",
         help="draw loss, schedule and plan of runs in one HTML file",
-        description="Write loss, rate, gradient norm, throughput, schedule and plan of runs into one "
-        "HTML file that opens offline. Needs matplotlib and Jinja (the extra 'plots').",
+        description="Write loss, rate, gradient norm, throughput, schedule and plan of runs into "
+        "one HTML file that opens offline. Needs matplotlib and Jinja (the extra 'plots').",
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run")
     parser.add_argument(
