@@ -59,7 +59,7 @@ def main(args: Sequence[str] | None = None) -> int:
         errors = get_error_handler()  # The launcher's last line is the error that is recorded.
         try:
             config = settings.parse(sys.argv[1:] if args is None else args)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             errors.record_exception(error)
             if is_first:  # every rank reads the same config
                 print(f"error: {error}", file=sys.stderr, flush=True)

@@ -119,6 +119,13 @@ def test_closed_streams_are_no_failure(closed: str, tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_nested_options_are_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+    override = 'torchtitan_ext.override.amo={"lr": ' + "[" * 100_000
+    words = ["preflight", "configs/quickstart.toml", "--override.imports", override]
+    assert cli.main(words) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: maximum recursion depth")
+
+
 @pytest.mark.parametrize("command", ["train", "report", "plan --plan", "tokenize"])
 def test_a_word_that_is_not_utf8_is_named(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -43,7 +43,7 @@ def run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None = No
     except BrokenPipeError:
         _drop_output()
         return 0
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
             _drop_output()  # Python would try to write it again at the end of the process
         for line in str(error).splitlines() or [type(error).__name__]:
