@@ -165,9 +165,12 @@ class Keeper(Callback):
 
 
 def test_state_is_that_of_callbacks_that_have_one() -> None:
-    assert not Callbacks([f"{__name__}.Rank"]).have_state
     both = Callbacks([f"{__name__}.Rank", f"{__name__}.Keeper"])
-    assert both.have_state
+    trainer: Any = SimpleNamespace(checkpointer=SimpleNamespace(enable=True, states={}))
+    Callbacks([f"{__name__}.Rank"]).attach(trainer)
+    assert trainer.checkpointer.states == {}  # a checkpoint without the key goes on loading
+    both.attach(trainer)
+    assert trainer.checkpointer.states == {"callbacks": both}
     assert both.state_dict() == {f"{__name__}.Keeper": {"count": 1}}
     with mock.patch.object(Keeper, "load_state_dict") as load:
         both.load_state_dict({f"{__name__}.Keeper": {"count": 3}})

@@ -84,31 +84,27 @@ class Callbacks:
         if repeated := [path for path in paths if paths.count(path) > 1]:
             raise ValueError(f"{field}: found {repeated[0]!r} twice, expected each once")
         self._callbacks = [(path, import_class(path, Callback, field)()) for path in paths]
+        self._stateful = {
+            path: callback
+            for path, callback in self._callbacks
+            if type(callback).state_dict is not Callback.state_dict
+        }
 
     def attach(self, trainer: Any) -> None:
         """Show callbacks their trainer, and have them run after its checkpoints."""
         for _, callback in self._callbacks:
             callback.trainer = trainer
         trainer.checkpointer.on_save = functools.partial(self.run, "on_save")
-        if self.have_state and trainer.checkpointer.enable:
+        if self._stateful and trainer.checkpointer.enable:
             trainer.checkpointer.states["callbacks"] = self
-
-    @property
-    def have_state(self) -> bool:
-        """Whether a checkpoint holds any of them."""
-        return bool(self._with_state())
-
-    def _with_state(self) -> list[tuple[str, Callback]]:
-        stateless = Callback.state_dict
-        return [pair for pair in self._callbacks if type(pair[1]).state_dict is not stateless]
 
     def state_dict(self) -> dict[str, Any]:
         """State of the callbacks that have one, by import path."""
-        return {path: callback.state_dict() for path, callback in self._with_state()}
+        return {path: callback.state_dict() for path, callback in self._stateful.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` returned."""
-        for path, callback in self._with_state():
+        for path, callback in self._stateful.items():
             callback.load_state_dict(state[path])
 
     def run(self, method: str, step: int, *arguments: Any) -> list[Any]:
