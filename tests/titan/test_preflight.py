@@ -133,7 +133,7 @@ def test_a_mistake_alone_is_named_and_no_other(
         ("optimizer.lr_multipliers", ["--optimizer.lr_multipliers", ".*wq.*", "-1"]),
         ("optimizer.no_decay", ["--optimizer.no_decay", "nowhere"]),
         ("checkpoint.create_seed_checkpoint", ["--checkpoint.create_seed_checkpoint"]),
-        ("checkpoint.load_step", ["--checkpoint.load_step=7"]),
+        ("checkpoint.load_step", ["--checkpoint.load_step=0"]),
         ("checkpoint.initial_load_path", ["--checkpoint.initial_load_path=/gone"]),
         (
             "parallelism.pipeline_parallel_schedule",

@@ -106,7 +106,9 @@ def test_an_object_store_is_written_checked_and_read(
     """Through fsspec, by the URL."""
     url: Any = f"{scheme}://{tmp_path}/step-1"
     for fill in (1.0, 3.0):  # written over
-        save(url, state(fill), sums=True)
+        writer = CheckpointWriter(url, thread_count=2)
+        dcp.save(state(fill), storage_writer=writer, no_dist=True)
+    (folder_of(url, "__0_1.distcp")).stat()  # of the second thread
     assert torch.equal(read(url, door)["model"]["w"], state(3.0)["model"]["w"])
     folder = folder_of(url)
     assert find_damage(folder) == ""

@@ -76,10 +76,11 @@ class CheckpointWriter(FileSystemWriter):
 
     Args:
         path: Folder of the checkpoint, or the URL of one that fsspec opens.
+        **options: Those of PyTorch's ``FileSystemWriter``, such as ``thread_count``.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        super().__init__(path, sync_files=not is_remote(path))
+    def __init__(self, path: str | os.PathLike[str], **options: Any) -> None:
+        super().__init__(path, **{"sync_files": not is_remote(path), **options})
         _use_store(self, path)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
