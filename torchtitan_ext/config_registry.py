@@ -48,7 +48,10 @@ def _read(path: Path) -> Any:
     # torchtitan takes an error at the import of this module for a module that is missing.
     from torchtitan_ext.config import settings
 
-    return settings.from_file(path, "--config")
+    config, problems = settings.from_file(path, "--config")
+    if problems:
+        raise ValueError("\n".join(problems))
+    return config
 
 
 def _function(module: str, name: str) -> Any:

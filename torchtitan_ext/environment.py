@@ -30,6 +30,11 @@ def variables(ranks: int) -> dict[str, str]:
     return {name: value for name, value in values.items() if name not in os.environ}
 
 
+def is_torchruns() -> bool:
+    """Whether torchrun started this process: others leave ``RANK`` behind, as Kubeflow does."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
 def set_variables(ranks: int) -> None:
     """Set the variables in this process, for itself and for all that it starts."""
     os.environ.update(variables(ranks))

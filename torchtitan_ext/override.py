@@ -16,6 +16,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import logging
+import re
 from typing import Any
 
 import torchtitan.components.checkpointer.base as checkpointer
@@ -26,6 +27,7 @@ from torchtitan.components.quantization import Float8LinearConverter
 from torchtitan.config import Configurable, ParallelismConfig, TrainingConfig, derive, override
 from torchtitan.models.common.linear import Linear
 
+from amo_dist.config import require
 from amo_dist.optimizers.named import OPTIMIZER_NAMES
 from torchtitan_ext.config.values import fail_unknown, overlay
 from torchtitan_ext.plugin import machine, patches, stop
@@ -90,11 +92,9 @@ def float8(section: Linear.Config, **fields: Any) -> Configurable.Config:
     Raises:
         ValueError: For ``filter_fqns``: an override sees no names of modules.
     """
-    if "filter_fqns" in fields:
-        raise ValueError(
-            f"override.imports: found filter_fqns = {fields['filter_fqns']!r} for float8, expected "
-            "none: routers are left out, and torchtitan's own converter filters others"
-        )
+    expected = "none: routers are left out, and torchtitan's own converter filters others"
+    text = f"filter_fqns = {fields.get('filter_fqns')!r} for float8"
+    require("filter_fqns" not in fields, "override.imports", text, expected)
     converter: Any = Float8LinearConverter.Config(**{"model_compile_enabled": True} | fields)
     converted: Configurable.Config = converter.build().convert(section)
     return converted
@@ -148,11 +148,9 @@ def _without_graphs(section: TrainingConfig) -> TrainingConfig:
 
 def _check_backend(section: ParallelismConfig) -> None:
     """Refuse a backend that fails later; by now torchtitan has built its meshes for it."""
-    if machine.IS_OLD and section.spmd_backend == "spmd_types":
-        raise ValueError(
-            "parallelism.spmd_backend: found 'spmd_types' with a PyTorch before 2.14, expected "
-            "--parallelism.spmd_backend partial_dtensor"
-        )
+    is_right = not machine.IS_OLD or section.spmd_backend != "spmd_types"
+    expected = "--parallelism.spmd_backend partial_dtensor with a PyTorch before 2.14"
+    require(is_right, "parallelism.spmd_backend", section.spmd_backend, expected)
 
 
 def _derived(section: Any, titan_class: type, amo_class: type, own: dict[str, Any]) -> Any:
@@ -216,8 +214,9 @@ def _values_of_adamw(section: Any, own: dict[str, Any]) -> dict[str, Any]:
     no_decay, lr_multipliers, before = [], {}, ""
     for pattern, fields in groups[:-1]:
         # torchtitan searches and takes the first match; ``amo_dist`` matches a whole name.
-        expression = f"{before}.*(?:{pattern}).*"
-        before += f"(?!.*(?:{pattern}))"
+        part = _as_part(pattern)
+        expression = f"{before}.*{part}.*"
+        before += f"(?!.*{part})"
         for field, value in fields.items():
             if value == base.get(field):
                 continue
@@ -234,6 +233,24 @@ def _values_of_adamw(section: Any, own: dict[str, Any]) -> dict[str, Any]:
     if no_decay or lr_multipliers:
         logger.info("the config's groups stay: no decay %s, rates %s", no_decay, lr_multipliers)
     return {name: value for name, value in values.items() if name not in own}
+
+
+def _as_part(pattern: str) -> str:
+    """A regular expression that means the same inside of another one.
+
+    Raises:
+        ValueError: It has named groups or back references, which another expression may change.
+    """
+    if re.search(r"\\[1-9]|\(\?P|\(\?\(", pattern):
+        raise ValueError(
+            f"found the pattern {pattern!r} in the config's param_groups, expected one without "
+            "named groups and back references"
+        )
+    head = re.match(r"(\(\?[aimsux]+\))*", pattern)
+    assert head is not None
+    flags = "".join(sorted({*head[0]} - {*"(?)"}))  # which stand at the start of an expression
+    end = "\n)" if "x" in flags else ")"  # after a comment
+    return f"(?{flags}:{pattern[head.end() :]}{end}"
 
 
 def _fields_of(group: Any) -> dict[str, float]:

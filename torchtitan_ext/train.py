@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from torchtitan_ext.environment import is_torchruns
 from torchtitan_ext.signals import STOPPED, end_with_parent, stop_signal, write_exit_reason
 
 logger = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ def main(args: Sequence[str] | None = None) -> int:
     """
     if is_first := os.environ.get("RANK", "0") == "0":
         print("loading PyTorch and torchtitan ...", flush=True)
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    if is_torchruns():
         end_with_parent(int(os.environ.get(LAUNCHER, os.getppid())))
     with stop_signal():
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -58,7 +59,7 @@ def main(args: Sequence[str] | None = None) -> int:
         errors = get_error_handler()  # The launcher's last line is the error that is recorded.
         try:
             config = settings.parse(sys.argv[1:] if args is None else args)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             errors.record_exception(error)
             if is_first:  # every rank reads the same config
                 print(f"error: {error}", file=sys.stderr, flush=True)
@@ -97,6 +98,7 @@ def train(config: Any) -> str:
     import torch
     from torchtitan.observability import structured_logger
 
+    from torchtitan_ext.config import checks
     from torchtitan_ext.plugin.metrics import progress
     from torchtitan_ext.plugin.trainer import Trainer
 
@@ -107,12 +109,7 @@ def train(config: Any) -> str:
     trainer, outcome = None, "done"
     try:
         if config.checkpoint.create_seed_checkpoint:
-            ranks, is_on = os.environ["WORLD_SIZE"], config.checkpoint.enable
-            if ranks != "1" or not is_on:
-                raise ValueError(
-                    f"checkpoint.create_seed_checkpoint: found {ranks} ranks and checkpoint.enable "
-                    f"= {str(is_on).lower()}, expected one rank and true"
-                )
+            checks.check_batch(config, int(os.environ["WORLD_SIZE"]))
             trainer = Trainer(config)
             trainer.checkpointer.save(curr_step=0, last_step=True)
         elif config.comm.mode != "local_tensor":  # whose models are never initialized

@@ -56,7 +56,10 @@ def run_plan(args: argparse.Namespace) -> int:
         path = args.plan / PLAN_FILE if args.plan.is_dir() else args.plan
         # A pipe or a device may have no end.
         require(path.is_file(), "--plan", f"no file {path}", f"{PLAN_FILE} of a run")
-        plan = Plan.from_json(path.read_text())
+        try:
+            plan = Plan.from_json(path.read_text())
+        except ValueError as error:
+            raise ValueError(f"--plan {path}: {error}") from None
         plan = plan_again(plan, changes) if changes else plan
     warnings = [f"warning: {line}" for line in starved(plan)]
     print(plan.to_json() if args.json else "\n".join([str(plan), *warnings]))

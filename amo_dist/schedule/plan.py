@@ -177,9 +177,26 @@ class Plan:
             ValueError: The text is not JSON, or not that of a plan.
         """
         try:
-            return cls.from_dict(json.loads(text))
-        except (LookupError, TypeError, ValueError) as e:
+            plan = cls.from_dict(json.loads(text))
+            plan._check_form()
+        except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as e:
             raise ValueError(f"plan: found other text ({e!r}), expected a plan as JSON") from None
+        return plan
+
+    def _check_form(self) -> None:
+        """Refuse what no planner makes, such as a plan that somebody has edited."""
+        fields = ("planner", "base_steps", "base_ell", "min_steps", "max_steps")
+        AMOConfig(**{name: getattr(self, name) for name in fields})  # which checks them
+        low, high, steps = self.min_steps, self.max_steps, self.allocation
+        costs = steps if self.costs is None else self.costs
+        "".join(self.operator_types)  # fails for what is no name, and `fsum` for what is no number
+        for curve in self.curves:
+            math.fsum([self.budget, *self.weights, *costs, curve.uniform, *curve[0], *curve[1]])
+        lists = (self.operator_types, self.weights, self.curves, steps, costs)
+        sizes = {len(part) for curve in self.curves for part in curve[:2]}
+        is_whole = len({*map(len, lists)}) == 1 and sizes == {high - low + 1}
+        if not is_whole or not low <= min(steps) <= max(steps) <= high:
+            fail("allocation", steps, f"{low} to {high} for each type and entry of its curve")
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Plan:

@@ -151,6 +151,6 @@ def _settled(config: MuonConfig, changed: Mapping[str, Any]) -> MuonConfig:
         raise ValueError(
             f"control.config: {differences}; set on_config_change to {ways} to go on all the same"
         )
-    owner = "checkpoint stay" if is_kept else "this run are"
-    logger.warning("settings have changed, and those of the %s in force: %s", owner, differences)
+    owner = "the checkpoint stay" if is_kept else "this run are"
+    logger.warning("settings have changed, and those of %s in force: %s", owner, differences)
     return dataclasses.replace(config, **{**running, **changed}) if is_kept else config

@@ -7,15 +7,18 @@ import dataclasses
 import math
 import random
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from amo_dist.config import sort_operator_types
+from benchmarks.amo_paper.catalog import GEOMETRY_FILE
 from benchmarks.amo_paper.static_schedule import NUMBER, read_geometry
 from torchtitan_ext.tools.report import data
 from torchtitan_ext.tools.report import figures as report
-from torchtitan_ext.tools.report.data import GEOMETRY_FILE, Records, Run, medians
-from torchtitan_ext.tools.report.figures import KAPPA
+from torchtitan_ext.tools.report.data import Records, Run
+
+KAPPA = r"condition number $\kappa$"
 
 LAYERS = "cividis"
 """Colour map of depth; even in grey."""
@@ -26,6 +29,13 @@ DEPTH_TYPES = ("attn_q", "mlp_up")
 _KINDS = {"step": int, "operator_type": str, "layer": (int, type(None))} | dict.fromkeys(
     ("kappa", "ns_residual"), NUMBER
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class Tracked(Run):
+    """A run with the records of its geometry log."""
+
+    geometry: Records
 
 
 def add_commands(subparsers: Any) -> None:
@@ -48,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
         ValueError: The run cannot be read, or has no geometry log.
     """
     geometry = read_geometry(args.run_folder / GEOMETRY_FILE, _KINDS)
-    tracked = dataclasses.replace(data.load(args.run_folder), geometry=geometry)
+    tracked = Tracked(**vars(data.load(args.run_folder)), geometry=geometry)
     args.output.mkdir(parents=True, exist_ok=True)
     with report.style():
         for name, figure, caption in draw(tracked):
@@ -58,10 +68,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def draw(run: Run) -> Iterator[tuple[str, Any, str]]:
+def draw(run: Tracked) -> Iterator[tuple[str, Any, str]]:
     """Name, figure and caption of each figure."""
     yield "f1", scatter(run), correlations(run)
-    yield "f2", report.geometry(run), shares(run)
+    yield "f2", over_steps(run), shares(run)
     yield "f3", profile_over_depth(run), "Condition numbers of layers over depth."
     for name in DEPTH_TYPES:
         if groups := shallow_deep(run.geometry, name):
@@ -71,7 +81,7 @@ def draw(run: Run) -> Iterator[tuple[str, Any, str]]:
             yield f"f4_{name}", shallow_and_deep(run, groups), caption
 
 
-def correlations(run: Run) -> str:
+def correlations(run: Tracked) -> str:
     """Pearson's r of log10 kappa and the residual, in the whole run and by phase."""
     texts = []
     for phase, first, last in [("all", 0, math.inf), *run.spans("phase")]:
@@ -81,7 +91,7 @@ def correlations(run: Run) -> str:
     return f"{', '.join(texts) or 'no r'} (the paper finds 0.67 to 0.91 over its eight models)."
 
 
-def shares(run: Run) -> str:
+def shares(run: Tracked) -> str:
     """Shares of the variance of log10 kappa that lie between operator types, and layers."""
     types = between_share(run.geometry, "operator_type")
     layers = between_share(run.geometry, "layer")
@@ -182,7 +192,7 @@ def conditioning(records: Records) -> list[tuple[float, float, int]]:
     ]
 
 
-def scatter(run: Run) -> Any:
+def scatter(run: Tracked) -> Any:
     """F1: condition number of the input against the residual of the result, by depth."""
     points = conditioning(run.geometry)
     figure, axes = report.new(3.5)
@@ -203,7 +213,7 @@ def _few(values: Sequence[int], count: int) -> list[int]:
     return [values[round(i * (len(values) - 1) / (count - 1))] for i in range(count)]
 
 
-def profile_over_depth(run: Run) -> Any:
+def profile_over_depth(run: Tracked) -> Any:
     """F3: profiles over depth at a few steps."""
     from matplotlib import colormaps
 
@@ -226,7 +236,7 @@ def profile_over_depth(run: Run) -> Any:
     return figure
 
 
-def shallow_and_deep(run: Run, groups: Depth) -> Any:
+def shallow_and_deep(run: Tracked, groups: Depth) -> Any:
     """F4: shallow against deep layers of an operator type."""
     figure, axes = report.new()
     size = "layer" if groups.num_layers == 1 else f"{groups.num_layers} layers"
@@ -241,3 +251,32 @@ def shallow_and_deep(run: Run, groups: Depth) -> Any:
     report.over_steps(axes, [run], ylabel=f"median {KAPPA}", yscale="log")
     report.legend(figure, axes)
     return figure
+
+
+def over_steps(run: Tracked) -> Any:
+    """Median condition number of each operator type."""
+    by_type = medians(run.geometry, lambda record: record["operator_type"])
+    if not by_type:
+        return None
+    figure, axes = report.new(3.5)
+    for index, name in enumerate(sort_operator_types(by_type)):
+        axes.plot(*report.columns(by_type[name]), **report.line(index, name))
+    report.over_steps(axes, [run], ylabel=f"median {KAPPA}", yscale="log")
+    report.shade(axes, run)
+    report.legend(figure, axes)
+    return figure
+
+
+def medians(
+    records: Records, key: Callable[[Mapping[str, Any]], Any]
+) -> dict[Any, list[tuple[int, float]]]:
+    """``(step, median of kappa over the step's records)``, by a key of the records."""
+    values: dict[Any, dict[int, list[float]]] = {}
+    for record in records:
+        group = key(record)
+        if record.get("kappa") is not None and group is not None:
+            values.setdefault(group, {}).setdefault(record["step"], []).append(record["kappa"])
+    return {
+        group: [(step, statistics.median(kappas)) for step, kappas in sorted(by_step.items())]
+        for group, by_step in values.items()
+    }

@@ -25,5 +25,9 @@ class Recorder(Callback):
         return {"tenfold_step": 10 * step}
 
 
+class Other(Callback):
+    """Another class than the base."""
+
+
 for _method in METHODS:
     setattr(Recorder, _method, functools.partialmethod(Recorder.record, _method))

@@ -12,10 +12,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 import transformers
 
+from tests.titan.data_corpus import bpe_folder
 from torchtitan_ext import CheckpointWriter
 from torchtitan_ext.config import settings
-from torchtitan_ext.data.tokenizers import ByteTokenizer
+from torchtitan_ext.data.tokenizers import ByteTokenizer, HFTokenizer
 from torchtitan_ext.plugin import models
+from torchtitan_ext.plugin.metrics import run_config
 from torchtitan_ext.runs.run_files import RunFiles
 from torchtitan_ext.tools import export
 
@@ -108,6 +110,24 @@ def test_the_tokenizer_is_the_one_of_the_run(tmp_path: Path, is_file: bool) -> N
         assert json.loads((output / "config.json").read_text())["eos_token_id"] == eos_id
 
 
+def test_tokens_are_those_of_training_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a tokenizer that, as Llama's, puts a token before each text: training reads none."""
+    monkeypatch.chdir(bpe_folder().parent)
+    texts = ["def f(x):\n    return x", " naïve 北京", "", "a  b"]
+    stock = transformers.AutoTokenizer.from_pretrained(bpe_folder().name)
+    assert stock.encode("a") != stock.encode("a", add_special_tokens=False)
+    config = settings.parse(["--model.flavor=tiny", f"--hf_assets_path={bpe_folder().name}"])
+    checkpoint = save(tiny_model("llama3"), tmp_path, "llama3")
+    RunFiles(tmp_path).start(1, run_config(config.to_dict()))
+    monkeypatch.chdir(tmp_path)
+    export.export(checkpoint, tmp_path / "hf", export.find_source(checkpoint))
+    ours = HFTokenizer(str(bpe_folder()))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert [theirs(text).input_ids for text in texts] == [ours.encode(text) for text in texts]
+
+
 def test_byte_tokenizers_agree() -> None:
     ours, theirs = ByteTokenizer(), export.byte_tokenizer()
     for text in ("", " leading, double  spaces\n\n\ttabs ", "naïve 北京 🙂", "a<|eos|>b"):
@@ -134,6 +154,6 @@ def test_what_cannot_be_exported_is_named_and_nothing_is_written(tmp_path: Path)
 
 def test_the_model_of_a_run_reaches_the_export(tmp_path: Path) -> None:
     config = settings.parse(["--model.name=qwen3", "--model.flavor=tiny", "--tokenizer.kind=byte"])
-    RunFiles(tmp_path).start(1, {**config.to_dict()})
+    RunFiles(tmp_path).start(1, run_config(config.to_dict()))
     source = export.find_source(tmp_path / "checkpoint" / "step-1")
     assert source == export.Source(config.model, config.tokenizer, "AdamW")

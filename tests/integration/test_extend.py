@@ -81,4 +81,12 @@ def test_groups_figures_and_losses_are_those_of_the_page(undisturbed: dict[str, 
         record = run.records()[-1]
         assert record["phase"] == "locked"
         assert record["router_norm"] > 0
+        assert record["distance_from_average"] > 0
+        averages = run.state(STEPS)["callbacks"]["average.Average"]
+        assert averages["count"] == STEPS
+        # An average of the last ten steps or so lies nearer to the end than a rate of 3e-3 a step.
+        weights = run.state(STEPS)
+        for name, average in averages["averages"].items():
+            distance = (average - weights[name]).abs().max()
+            assert 0 < distance < 10 * STEPS * 3e-3
         assert set(record["num_steps_by_type"]) == {"mlp_up", "mlp_down"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -34,13 +35,26 @@ def reference(titan: Server, tmp_path_factory: pytest.TempPathFactory) -> Run:
     for rank in range(2):
         lines = (run.folder / f"calls{rank}.jsonl").read_text().splitlines()
         assert [json.loads(line) for line in lines] == calls
+    for record in run.records():
+        assert record["slowest_optimizer_seconds_per_step"] >= record["optimizer_seconds_per_step"]
+        assert {record["slowest_optimizer_rank"], record["slowest_data_rank"]} <= {0, 1}
     assert [record["tenfold_step"] for record in run.records()] == [*range(10, 101, 10)]
     # The console of a brief run: the plan once, and nothing of what only a log needs.
     assert run.output().count("beside the uniform schedule:\n") == 1
     for rank in range(2):
         assert "device mesh" in (run.folder / f"log_rank{rank}.txt").read_text()
     assert "device mesh" not in run.output()
+    assert "nothing was trained" not in run.output()
     return run
+
+
+def test_a_run_that_is_complete_says_so(titan: Server, reference: Run, tmp_path: Path) -> None:
+    shutil.copytree(reference.folder, tmp_path, dirs_exist_ok=True)
+    for file in tmp_path.glob("rank*.txt"):
+        file.unlink()
+    run = titan.run(Job(2, str(tmp_path), OPTIONS))
+    assert run.output().count(f"of {NUM_STEPS}): nothing was trained; a larger training.steps") == 1
+    assert run.losses() == reference.losses()
 
 
 def test_checkpoints_cut_or_damaged_are_skipped(
@@ -64,6 +78,20 @@ def test_checkpoints_cut_or_damaged_are_skipped(
     assert_same_end(run, reference, NUM_STEPS)
     spans = load(run.folder).spans("phase")
     assert spans == [("observation", 1, 4), ("transition", 5, 7), ("locked", 8, NUM_STEPS)]
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_from_an_object_store(titan: Server, reference: Run, tmp_path: Path) -> None:
+    store = f"--checkpoint.folder=file://{tmp_path}/store/checkpoint"
+    job = Job(2, str(tmp_path / "run"), (*OPTIONS, store, "--checkpoint.async_mode=async"))
+    exits = titan.wait(titan.start(dataclasses.replace(job, die_at=(0, 7, "SIGKILL"))), 60)
+    assert exits[0] == -signal.SIGKILL
+    assert not (tmp_path / "run" / "checkpoint").exists()
+    run = titan.run(job)
+    # The save of step 6, in a thread, may have been cut short.
+    assert re.search(rf"training resumes at step [57] of {NUM_STEPS}\n", run.output())
+    (tmp_path / "run" / "checkpoint").symlink_to(tmp_path / "store" / "checkpoint")
+    assert_same_end(run, reference, NUM_STEPS)
 
 
 @pytest.mark.slow

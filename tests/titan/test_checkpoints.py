@@ -18,8 +18,9 @@ from torch import nn
 from torchtitan.components.optimizer import LRSchedulersContainer
 
 from amo_dist.engine.ballot import NonFiniteUpdateError
-from torchtitan_ext.plugin import checkpoints
+from torchtitan_ext.plugin import checkpoints, storage
 from torchtitan_ext.plugin.optimizers import OptimizersContainer
+from torchtitan_ext.runs.stores import folder_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:To get the last learning rate:UserWarning")
 
@@ -50,7 +51,9 @@ class Trainer:
 class Run:
     """A run that saves after steps 2, 4, 6 and 10; a save after 8 was cut short."""
 
-    def __init__(self, folder: Path, *, rates: Any = None, **checkpoint: Any) -> None:
+    def __init__(
+        self, folder: Path, *, rates: Any = None, store: str = "checkpoint", **checkpoint: Any
+    ) -> None:
         self.model, self.trainer = nn.Linear(3, 2, bias=False), Trainer()
         fields = {"name": "Muon", "patterns": {"weight": "attn_q"}, **(rates or {})}
         section = OptimizersContainer.Config(**fields)
@@ -59,6 +62,7 @@ class Run:
             optimizers=self.optimizers, training_steps=99
         )
         settings: dict[str, Any] = {"enable": True, "interval": 2, "keep_latest_k": 0}
+        settings["folder"] = store
         config = checkpoints.CheckpointManager.Config(**settings | checkpoint)
         self.manager = config.build(
             dataloader=None,
@@ -155,6 +159,55 @@ def test_a_damaged_checkpoint_is_named_and_skipped(
     assert len(lines) == len(steps)
     for step, line in zip(steps, lines, strict=True):
         assert f"step-{step} is damaged: __0_0.distcp" in line
+
+
+@pytest.mark.parametrize("scheme", ["file", "memory"])
+def test_checkpoints_in_an_object_store_are_found_kept_and_skipped(
+    tmp_path: Path, scheme: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = f"{scheme}://{tmp_path}/bucket"
+    store: Any = folder_of(url)
+    with Run(tmp_path / "run", store=url) as run:
+        run.save(2, 4, 6)
+    (store / "step-6" / ".metadata").unlink()
+    shard = store / "step-4" / "__0_0.distcp"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with Run(tmp_path / "run", store=url, keep_latest_k=2) as run:
+        assert run.load() == 2
+        assert f"{url}/step-4 is damaged: __0_0.distcp has" in caplog.text
+        run.save(8)
+        deadline = time.monotonic() + 60
+        while len(checkpoints.checkpoints(store)) > 2 and time.monotonic() < deadline:
+            time.sleep(0.01)  # a thread deletes them
+        assert [*checkpoints.checkpoints(store)] == [4, 8]
+    with Run(tmp_path / "other", initial_load_path=f"{url}/step-8") as run:
+        assert run.load() == 8
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("initial", [True, False])
+def test_a_checkpoint_is_verified_once_and_only_where_asked(
+    saved: Path, tmp_path_factory: pytest.TempPathFactory, verify: bool, initial: bool
+) -> None:
+    """The newest one before it is chosen, initial weights as they are read."""
+    folder = tmp_path_factory.mktemp("elsewhere") if initial else saved
+    path = str(saved / "checkpoint" / "step-2") if initial else None
+    with (
+        mock.patch.object(checkpoints, "find_damage", return_value="") as chosen,
+        mock.patch.object(storage, "find_damage", return_value="") as read,
+        Run(folder, initial_load_path=path, verify=verify) as run,
+    ):
+        assert run.load() == (2 if initial else 10)
+        assert (chosen.called, read.called) == (verify and not initial, verify and initial)
+
+
+def test_the_newest_without_checksums_is_refused_where_its_metadata_is_damaged(saved: Path) -> None:
+    newest = saved / "checkpoint" / "step-10"
+    (newest / "checksums.json").unlink()
+    flip(newest / ".metadata")
+    (newest / ".metadata").write_bytes((newest / ".metadata").read_bytes()[:-9])
+    with Run(saved) as run, pytest.raises(ValueError, match=rf"^checkpoint {newest}/.metadata: "):
+        run.load()
 
 
 def test_a_run_may_stop_at_damage_and_never_starts_anew_for_it(saved: Path) -> None:

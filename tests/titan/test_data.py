@@ -170,6 +170,95 @@ def test_a_position_in_other_data_is_refused(corpus: Path, tmp_path: Path) -> No
         one.load_state_dict({"offset": 3})
 
 
+def numbered(folder: Path, letter: str) -> Path:
+    """A corpus of some 2000 sequences of eight tokens, each another one."""
+    numbers = range(2000 + ord(letter))  # corpora are told apart by their documents' lengths
+    return write_packed(folder / letter, [[f"{letter}{number:06}" for number in numbers]])
+
+
+def test_a_changed_mixture_goes_on_with_each_corpus_where_it_was(tmp_path: Path) -> None:
+    """Over 1, 2 and 4 ranks, resumed before, at and after each change; one corpus comes back."""
+    for letter in "abc":
+        numbered(tmp_path, letter)
+    mixtures = [
+        {"a": 0.7, "b": 0.3},
+        {"c": 0.2, "b": 0.3, "a": 0.5},
+        {"c": 1},
+        {"b": 0.5, "a": 0.5},
+    ]
+    saved: Any = None
+    alike: list[tuple[int, ...]] = []
+    drawn: dict[str, list[tuple[int, ...]]] = {letter: [] for letter in "abc"}
+    for weights, stays in ((mixture, stays) for mixture in mixtures for stays in (False, True)):
+        # The weight of a single folder is none.
+        where = ",".join(f"{tmp_path / letter}={weight}" for letter, weight in weights.items())
+        where = str(tmp_path / "c") if len(weights) == 1 else where
+        rule = "error" if stays else "use_config"
+        states = []
+        for world in (1, 2, 4):
+            made = loaders(where, world, saved, on_mixture_change=rule)
+            batches = global_batches(made, 65)
+            states.append([one.state_dict() for one in made])
+            assert {str(state) for state in states[-1]} == {str(states[0][0])}
+            rows = [row for batch in batches for row in batch]
+            alike = rows if world == 1 else alike
+            assert rows == alike
+        saved = states[0][0]
+        counts = Counter(chr(row[0]) for row in rows)
+        total = sum(weights.values())
+        # 260 sequences, at slots that are drawn of a cycle of 1000: five standard deviations.
+        expected = {letter: 260 * weight / total for letter, weight in weights.items()}
+        assert counts == pytest.approx(expected, abs=5 * 260**0.5 / 2)
+        for row in rows:
+            drawn[chr(row[0])].append(row)
+    # None is left out: the places of a corpus that were read are those before the first unread one,
+    # without those that wait for their turn.
+    (last,) = loaders(tmp_path / "c", 1, saved, on_mixture_change="use_config")
+    source = json.loads(last.state_dict()["source"])
+    read = [place - len(source["left"][name]) for name, place in source["unread"].items()]
+    assert sorted(read) == sorted(map(len, drawn.values()))
+    for letter, rows in drawn.items():
+        assert len(rows) > 400
+        assert len({*rows}) == len(rows), letter  # none twice, within its first epoch
+
+
+@pytest.mark.parametrize(
+    ("change", "remedy"),
+    [
+        ({}, True),
+        ({"on_mixture_change": "use_config", "seed": 2}, False),
+        ({"on_mixture_change": "use_config", "order": "ascend"}, False),
+    ],
+)
+def test_another_mixture_is_refused_with_its_remedy(
+    change: dict[str, Any], remedy: bool, tmp_path: Path
+) -> None:
+    for letter in "ab":
+        write_packed(tmp_path / letter, [[letter * 900]], [[1.0]])
+    saved = loaders(f"{tmp_path}/a=7,{tmp_path}/b=3", 1)[0].state_dict()
+    for other in (f"{tmp_path}/a=5,{tmp_path}/b=5", f"{tmp_path}/b=3,{tmp_path}/a=7"):
+        with pytest.raises(ValueError, match=r"^dataloader: .* tokens: was|tokens: was") as error:
+            loaders(other, 1, saved, **change)
+        assert ("dataloader.on_mixture_change = 'use_config'" in str(error.value)) == remedy
+
+
+def test_a_checkpoint_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
+    """It holds no counts: its mixture has been the same from its first sequence on."""
+    for letter in "ab":
+        numbered(tmp_path, letter)
+    where = f"{tmp_path}/a=7,{tmp_path}/b=3"
+    made = loaders(where, 1)
+    expected = global_batches(made, 20)
+    source = json.loads(made[0].state_dict()["source"])
+    old = {name: source[name] for name in ("tokens", "seq_len", "seed", "order")}
+    saved = {"sequence": 40, "source": json.dumps(old, sort_keys=True)}
+    assert global_batches(loaders(where, 2, saved), 10) == expected[10:]
+    other = f"{tmp_path}/b=3,{tmp_path}/a=3"
+    after = global_batches(loaders(other, 2, saved, on_mixture_change="use_config"), 100)
+    before = {row for batch in expected[:10] for row in batch}
+    assert not before & {row for batch in after for row in batch}
+
+
 # ------------------------------------------------------------------ read ahead
 
 

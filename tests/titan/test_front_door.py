@@ -72,17 +72,25 @@ def test_another_missing_module_keeps_its_traceback(
 
 
 def test_a_rank_of_torchrun_becomes_the_rank(tmp_path: Path) -> None:
-    """The command under torchrun trains in its own process, with torchtitan's arguments."""
+    """The command under torchrun trains in its own process, with torchtitan's arguments.
+
+    ``RANK`` alone is none of torchrun's: Kubeflow's operators number their pods by it.
+    """
     code = (
         "import os, sys\n"
         "os.execv = lambda program, words: print(words[1:])\n"
         "from torchtitan_ext.cli import main\n"
         "main(['train', 'x.toml', '--ranks', '2', '--training.steps=3'])\n"
     )
-    done = run(["env", "RANK=0", sys.executable, "-c", code], tmp_path, warnings="default")
+    rank = ["env", "RANK=1", "WORLD_SIZE=4", "LOCAL_RANK=1"]
+    words = [sys.executable, "-c", code]
+    torchruns = run([*rank, "TORCHELASTIC_RUN_ID=a", *words], tmp_path, warnings="default")
     module = ["-u", "-m", "torchtitan_ext.train"]
     expected = [*module, "--job.config_file", "x.toml", "--training.steps=3"]
-    assert done.stdout.splitlines()[0] == str(expected)
+    assert torchruns.stdout.splitlines()[0] == str(expected)
+    left_over = run([*rank, *words], tmp_path, warnings="default")
+    assert left_over.stdout == ""
+    assert "error: job.config_file: cannot read x.toml" in left_over.stderr
 
 
 def test_no_file_commands_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,6 +109,32 @@ def test_a_full_disk_is_a_mistake(python: str) -> None:
     done = run(["bash", "-c", f"{python} {PLAN} > /dev/full"], ROOT)
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_are_no_failure(closed: str, tmp_path: Path) -> None:
+    program = f"python {PLAN} {closed}; echo $?; python {PLAN} --min-steps 0 {closed}; echo $?"
+    done = run(["bash", "-c", program], ROOT)
+    assert [line for line in done.stdout.splitlines() if len(line) == 1] == ["0", "2"]
+    assert "Traceback" not in done.stderr
+
+
+def test_nested_options_are_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+    override = 'torchtitan_ext.override.amo={"lr": ' + "[" * 100_000
+    words = ["preflight", "configs/quickstart.toml", "--override.imports", override]
+    assert cli.main(words) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: maximum recursion depth")
+
+
+@pytest.mark.parametrize("command", ["train", "report", "plan --plan", "tokenize"])
+def test_a_word_that_is_not_utf8_is_named(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*command.split(), "x", "--dump_folder=a\udcff"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == (
+        "error: '--dump_folder=a\\udcff': found bytes that are not UTF-8, expected UTF-8"
+    )
 
 
 def test_a_reader_that_closes_its_end_is_no_failure() -> None:

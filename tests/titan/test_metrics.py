@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
@@ -138,6 +138,43 @@ def test_waits_for_data_are_told_from_one_per_cent_of_a_step_on(
         assert log(processor, 12, 10.0, waits)["data_seconds_per_step"] == waits / 2
     assert ("waits for data" in caplog.text) == is_told
     assert "to go: 0:07:15 of 99 steps" in caplog.text  # 87 steps of 5 s
+
+
+def test_the_slowest_rank_is_named_and_mfu_is_of_all_devices(
+    processor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processor.should_log(11)
+    by_rank = torch.tensor([[1.0, 8.0, 0.0], [4.0, 2.0, 0.5]], dtype=torch.float64)
+    monkeypatch.setattr(processor, "_seconds_by_rank", lambda *_: by_rank)
+    record = log(processor, 12, 10.0)
+    assert record["mfu_percent"] is None  # of a CPU
+    assert (record["slowest_optimizer_rank"], record["slowest_data_rank"]) == (1, 0)
+    assert record["slowest_optimizer_seconds_per_step"] == 4.0
+    assert (record["data_seconds_per_step"], record["observe_seconds"]) == (8.0 / 2, 0.5)
+    processor.has_quantization, processor.gpu_peak_flops = False, 1000.0
+    processor.num_flops_per_token = 50
+    record = log(processor, 14, 10.0)  # 512 tokens by two devices
+    assert record["mfu_percent"] == pytest.approx(100 * 50 * 51.2 / 2000)
+
+
+class Keeper(Callback):
+    state: ClassVar[dict[str, Any]] = {"count": 1}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+
+def test_state_is_that_of_callbacks_that_have_one() -> None:
+    both = Callbacks([f"{__name__}.Rank", f"{__name__}.Keeper"])
+    trainer: Any = SimpleNamespace(checkpointer=SimpleNamespace(enable=True, states={}))
+    Callbacks([f"{__name__}.Rank"]).attach(trainer)
+    assert trainer.checkpointer.states == {}  # a checkpoint without the key goes on loading
+    both.attach(trainer)
+    assert trainer.checkpointer.states == {"callbacks": both}
+    assert both.state_dict() == {f"{__name__}.Keeper": {"count": 1}}
+    with mock.patch.object(Keeper, "load_state_dict") as load:
+        both.load_state_dict({f"{__name__}.Keeper": {"count": 3}})
+    load.assert_called_once_with({"count": 3})
 
 
 def test_an_observation_is_recorded_once(processor: Any, monkeypatch: pytest.MonkeyPatch) -> None:

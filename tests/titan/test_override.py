@@ -79,6 +79,35 @@ def test_groups_that_cannot_stay_are_an_error() -> None:
         applied(config, "torchtitan_ext.override.amo")
 
 
+@pytest.mark.parametrize(
+    "pattern",
+    ["norm", "(?i)NORM", "(?i)(?s)Norm$", "(?x) nor m  # of blocks", "^layers|output", r"\.\d\."],
+)
+def test_a_pattern_of_a_group_means_the_same_inside_another(pattern: str) -> None:
+    config = llama3_debugmodel(lr=1e-3, weight_decay=0.1)
+    base = config.optimizer.param_groups[0]
+    for index, (one, rate) in enumerate({pattern: 2e-3, "(?i)W[QK]": 3e-3}.items()):
+        group = copy.deepcopy(base)
+        group.pattern, group.optimizer_kwargs["lr"] = one, rate
+        config.optimizer.param_groups.insert(index, group)
+    groups = config.optimizer.param_groups
+    rates = applied(config, "torchtitan_ext.override.amo").optimizer.lr_multipliers
+    for name in ("layers.0.attention_norm.weight", "norm.weight", "layers.1.attention.wq.weight"):
+        group = next(g for g in groups if re.search(g.pattern, name))
+        factor = next((f for p, f in rates.items() if re.fullmatch(p, name)), 1.0)
+        assert 1e-3 * factor == pytest.approx(group.optimizer_kwargs["lr"])
+
+
+@pytest.mark.parametrize("pattern", [r"(w)\1", "(?P<a>norm)", "(norm)?(?(1)x|y)"])
+def test_a_pattern_that_means_another_inside_another_is_an_error(pattern: str) -> None:
+    config = llama3_debugmodel(lr=1e-3, weight_decay=0.1)
+    other = copy.deepcopy(config.optimizer.param_groups[0])
+    other.pattern, other.optimizer_kwargs["lr"] = pattern, 3e-3
+    config.optimizer.param_groups.insert(0, other)
+    with pytest.raises(ValueError, match=r"^override.imports: found the pattern .* back ref"):
+        applied(config, "torchtitan_ext.override.amo")
+
+
 def test_fields_go_to_their_sections() -> None:
     fields = '"stop_seconds": 30, "callbacks": ["a.B"], "no_decay": true, "schedule": "pe"'
     config = applied(llama3_debugmodel(), f"torchtitan_ext.override.muon={{{fields}}}")

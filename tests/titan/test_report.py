@@ -31,13 +31,12 @@ def metric(step: int, **changes: Any) -> dict[str, Any]:
     }
 
 
-def write_run(folder: Path, metrics: list[dict[str, Any]], log: Any = ()) -> Path:
+def write_run(folder: Path, metrics: list[dict[str, Any]]) -> Path:
     folder.mkdir(parents=True)
     for before, record in zip([{"step": 0}, *metrics], metrics, strict=False):
         change = {name: record[name] for name in ("phase", "num_steps_by_type")}
         record.setdefault("changes", [{**change, "step": before["step"] + 1}])
     (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in metrics))
-    (folder / "geometry.jsonl").write_text("".join(json.dumps(r) + "\n" for r in log))
     return folder
 
 
@@ -65,13 +64,7 @@ def test_the_table_has_the_last_numbers_of_each_run(tmp_path: Path) -> None:
 def test_the_page_opens_offline_and_shows_what_runs_have(tmp_path: Path) -> None:
     metrics = [metric(10), metric(20), metric(30)]
     metrics[-1]["num_steps_by_type"] = {**metrics[0]["num_steps_by_type"], "attn_q": 6}
-    log = [
-        {"step": step, "operator_type": name, "kappa": kappa}
-        for step in (10, 20)
-        for name in OPERATOR_TYPES
-        for kappa in (1e2, 1e4, 1e3, None)  # what is not finite is left out
-    ]
-    first = write_run(tmp_path / "a&b" / "run", metrics, log)
+    first = write_run(tmp_path / "a&b" / "run", metrics)
     second = write_run(tmp_path / "x" / "run", [metric(10, num_steps_by_type={}, phase="")])
     output = tmp_path / "out" / "report.html"
     assert main(["report", str(first), str(second), "-o", str(output)]) == 0
@@ -79,9 +72,7 @@ def test_the_page_opens_offline_and_shows_what_runs_have(tmp_path: Path) -> None
     assert not re.search("<(script|link)", page)
     sources = re.findall(r'(?:src|href)="(.*?)"', page)
     assert all(source.startswith("data:image/") for source in sources)
-    assert len(sources) == 3  # training, schedule and geometry of the first
-    by_type = data.medians(data.load(first).geometry, lambda record: record["operator_type"])
-    assert by_type == {name: [(10, 1e3), (20, 1e3)] for name in OPERATOR_TYPES}
+    assert len(sources) == 2  # training, and schedule of the first
     assert "a&amp;b/run<" in page
     assert "x/run<" in page
 

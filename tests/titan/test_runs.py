@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -61,10 +64,21 @@ def test_two_runs_do_not_share_a_folder(tmp_path: Path, capsys: pytest.CaptureFi
     run_files.require_unlocked(tmp_path, 0)
 
 
-def test_a_folder_that_cannot_be_locked_is_named(tmp_path: Path) -> None:
-    (tmp_path / "lock").mkdir()
-    with pytest.raises(ValueError, match=r"^dump_folder: cannot lock"):
-        run_files.lock(tmp_path)
+@pytest.mark.parametrize(("number", "is_refused"), [(errno.EOPNOTSUPP, False), (errno.EIO, True)])
+def test_a_file_system_without_locks_trains_with_a_warning(
+    number: int,
+    is_refused: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(ValueError, match=r"cannot lock") if is_refused else nullcontext():
+        run_files.lock(tmp_path).release()
+        assert "has no locks: start no second run in it" in caplog.text
 
 
 def test_a_run_leaves_the_config_of_its_latest_start(tmp_path: Path) -> None:

@@ -100,6 +100,7 @@ def test_a_wrong_option_is_told_by_the_first_rank(
     rank: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "amo")
     with pytest.raises(SystemExit):
         small("--training.stepz", "3")
     assert ("--training.stepz" in capsys.readouterr().err) == (rank == "0")
@@ -118,7 +119,7 @@ def test_only_errors_of_the_project_lose_their_traceback() -> None:
 
 
 def test_completing_twice_changes_nothing_and_never_the_config_itself() -> None:
-    config = settings.load([f"--job.config_file={CONFIGS / 'debug_llama3.toml'}"])
+    config = settings.load([f"--job.config_file={CONFIGS / 'debug_llama3.toml'}"])[0]
     before = values.plain(config)
     completed = checks.complete(config, 2)
     assert values.plain(config) == before

@@ -292,12 +292,15 @@ def test_what_changes_no_result_may_change(saved: dict[str, Any], fields: dict[s
 
 
 @pytest.mark.parametrize("saved_at", [0, 2, 4, 5, 7, 9])
-def test_replan_observes_once_more_and_plans_with_the_new_settings(saved_at: int) -> None:
+def test_replan_observes_once_more_and_plans_with_the_new_settings(
+    saved_at: int, caplog: pytest.LogCaptureFixture
+) -> None:
     model, optimizer = runs.make()
     runs.train(model, optimizer, 1, saved_at)
     old = [one.step for one in optimizer.source.observations]
     resumed, other = runs.make(**NEW, on_config_change="replan")
     other.load_state_dict(optimizer.state_dict())
+    assert "settings have changed, and those of this run are in force: " in caplog.text
     # At or after step 6, the new observe_until, and after one more observation.
     plan_at = max(6, (saved_at // 3 + 1) * 3)
     phases = []

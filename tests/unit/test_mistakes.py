@@ -104,6 +104,7 @@ ON_META = r"found torch.float32 \(12, 8\) on meta, expected .* on cpu"
         (lambda _, own: own.param_groups[0].pop("lr"), r"^groups\[0\].lr: found none"),
         (lambda _, own: own.param_groups[0].update(lr=10**400), r"^groups\[0\].lr: found 1000"),
         (lambda _, own: own.load_state_dict(None), "^state_dict: found None"),
+        (lambda _, own: own.load_state_dict({}), "^param_groups: found NoneType, expected a list"),
         (lambda one, _: setattr(one, "grad", SPARSE), f"^{WQ}: found a sparse gradient"),
         (lambda one, _: swap_tensors(one, ones(12, 8, device="meta")), f"^{WQ}: {ON_META}"),
     ],

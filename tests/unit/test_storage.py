@@ -7,6 +7,7 @@ import json
 import pickle
 import random
 import re
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from tests.examples import ROOT
 from torchtitan_ext import CheckpointReader, CheckpointWriter
 from torchtitan_ext.plugin import loading, storage
 from torchtitan_ext.plugin.storage import CHECKSUMS, find_damage
+from torchtitan_ext.runs.stores import Remote, folder_of
 
 SHARD = "__0_0.distcp"
 pytestmark = [
@@ -96,6 +98,37 @@ def test_what_was_saved_is_read(tmp_path: Path, door: Door, sums: bool) -> None:
     assert found["train"] == {"step": 3, "names": ["a", "b"]}
 
 
+@pytest.mark.parametrize("scheme", ["file", "memory"])
+@pytest.mark.parametrize("door", [plain_recipe, torchtitan])
+def test_an_object_store_is_written_checked_and_read(
+    tmp_path: Path, door: Door, scheme: str
+) -> None:
+    """Through fsspec, by the URL."""
+    url: Any = f"{scheme}://{tmp_path}/step-1"
+    for fill in (1.0, 3.0):  # written over
+        writer = CheckpointWriter(url, thread_count=2)
+        dcp.save(state(fill), storage_writer=writer, no_dist=True)
+    (folder_of(url, "__0_1.distcp")).stat()  # of the second thread
+    assert torch.equal(read(url, door)["model"]["w"], state(3.0)["model"]["w"])
+    folder = folder_of(url)
+    assert find_damage(folder) == ""
+    assert isinstance(folder, Remote)
+    (folder / SHARD).write_bytes(flip((folder / SHARD).read_bytes()))
+    assert find_damage(folder) == f"{SHARD} has other bytes than were written"
+    assert f"{SHARD} has other bytes" in refusal(url, door)
+    (folder / ".metadata").unlink()
+    assert find_damage(folder).startswith(".metadata: ")
+    (folder / CHECKSUMS).write_bytes(b"{")
+    assert f"{url}/{CHECKSUMS}: cannot be read" in refusal(url, door)
+
+
+@pytest.mark.parametrize("url", ["moon://a", "s3://bucket/run"])
+def test_a_store_without_a_driver_is_named(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    with pytest.raises(ValueError, match=f"^{url}: .*(not known|s3fs)"):
+        folder_of(url)
+
+
 @pytest.mark.parametrize("door", [plain_recipe, torchtitan])
 @pytest.mark.parametrize("is_in_metadata", [False, True])
 def test_what_is_crafted_runs_nothing(tmp_path: Path, door: Door, is_in_metadata: bool) -> None:
@@ -138,15 +171,6 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
     "longer": lambda data: data + b"\0",
     "renamed": lambda data: data.replace(b"train.step", b"train.stdp"),
 }
-
-
-@pytest.mark.parametrize("damage", ["cut", "empty", "garbage", "other"])
-def test_damaged_metadata_is_named(tmp_path: Path, damage: str) -> None:
-    file = save(tmp_path / "damaged", state(1.0)) / ".metadata"
-    file.write_bytes(DAMAGE[damage](file.read_bytes()))
-    error = refusal(file.parent)
-    assert f"{file}: " in error
-    assert "damaged, or not written by" in error or "found dict" in error
 
 
 def test_dtypes_alone_come_from_torch(tmp_path: Path) -> None:

@@ -10,34 +10,37 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 from torchtitan_ext.config.schedule_file import read_toml
 
 
-def read(path: str | Path, field: str = "config", above: tuple[Path, ...] = ()) -> dict[str, Any]:
+def read(path: str | Path, field: str = "config") -> dict[str, Any]:
     """Read the values of a file, laid over those of the files that it extends.
 
     Args:
         path: File.
         field: Name of the file in errors.
-        above: Files that extend this one.
 
     Raises:
         ValueError: A file cannot be read, is not TOML, or extends itself.
     """
-    path = Path(path)
-    values = read_toml(field, path)
-    base, field = values.pop("extends", None), f"{path}: extends"
-    if base is None:
-        return values
-    if not isinstance(base, str):
-        raise ValueError(f"{field}: found {base!r}, expected the path of a TOML file")
-    above = (*above, path.resolve())
-    if (path.parent / base).resolve() in above:
-        raise ValueError(f"{field}: found {base!r}, which extends this file in turn")
-    return _over(read(path.parent / base, field, above), values)
+    path, seen = Path(path), set()
+    result: dict[str, Any] = {}
+    while True:
+        seen.add(os.path.realpath(path))
+        values = read_toml(field, path)
+        base, field = values.pop("extends", None), f"{path}: extends"
+        result = _over(values, result)
+        if base is None:
+            return result
+        if not isinstance(base, str):
+            raise ValueError(f"{field}: found {base!r}, expected the path of a TOML file")
+        path = path.parent / base
+        if os.path.realpath(path) in seen:
+            raise ValueError(f"{field}: found {base!r}, which extends this file in turn")
 
 
 def _over(base: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:

@@ -33,6 +33,7 @@ import pydantic
 from amo_dist.config import sort_operator_types
 from amo_dist.schedule.polar_express import compose
 from amo_dist.schedule.types import Schedule
+from torchtitan_ext.runs import files
 
 # The import is by name: Python 3.10 has no tomllib, and only there the project depends on tomli.
 _toml: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
@@ -107,9 +108,9 @@ def read_toml(field: str, path: str | Path) -> dict[str, Any]:
         ValueError: It cannot be read, or is not TOML.
     """
     try:
-        content: dict[str, Any] = _toml.loads(Path(path).read_text())
+        content: dict[str, Any] = _toml.loads(files.read_bytes(path).decode())
     except OSError as error:
-        raise ValueError(f"{field}: cannot read {path}: {error.strerror}") from None
-    except ValueError as error:  # TOML's errors and those of UTF-8
-        raise ValueError(f"{field}: {path} is not TOML: {error}") from None
+        raise ValueError(f"{field}: cannot read {path}: {files.reason(error)}") from None
+    except (ValueError, RecursionError) as error:  # of TOML, of UTF-8, and of deep nesting
+        raise ValueError(f"{field}: {path} is not TOML: {files.reason(error)}") from None
     return content

@@ -16,10 +16,12 @@ from torchtitan.config.manager import ConfigManager, custom_registry
 
 from torchtitan_ext.config import files, values
 from torchtitan_ext.config.checks import complete
+from torchtitan_ext.environment import is_torchruns
 from torchtitan_ext.plugin import models
 from torchtitan_ext.plugin.trainer import Trainer
 from torchtitan_ext.runs import files as atomic
 from torchtitan_ext.runs.run_files import START_FILE
+from torchtitan_ext.tools.command import require_utf8
 
 # torchtitan's rules for the types of arguments; each call would add them again.
 ConfigManager.register_tyro_rules(custom_registry)
@@ -42,56 +44,68 @@ def parse(args: Sequence[str], world_size: int | None = None) -> Trainer.Config:
     """
     file, _ = _split_file(args)
     if file is None or Path(file).name != START_FILE:
-        return complete(load(args), world_size)
-    config = values.overlay(Trainer.Config(), json.loads(Path(file).read_text()))
+        config, problems = load(args)
+        return complete(config, world_size, problems)
+    sections = atomic.read_json(file)
+    if not isinstance(sections, dict):
+        raise ValueError(f"{file}: found {type(sections).__name__}, expected sections")
+    config = values.overlay(Trainer.Config(), sections)
     return dataclasses.replace(config, model_spec=models.spec(config.model))  # type: ignore[no-any-return]
 
 
-def load(args: Sequence[str]) -> Trainer.Config:
-    """Read the config of arguments without completing or checking it.
+def load(args: Sequence[str]) -> tuple[Trainer.Config, list[str]]:
+    """Read the config of arguments without completing it.
 
     Args:
         args: Arguments, see :func:`parse`.
 
+    Returns:
+        The config, and a line for each value that it does not take.
+
     Raises:
-        ValueError: Mistake in the file.
+        ValueError: The file cannot be read.
         SystemExit: Wrong option, see :func:`parse`.
     """
     file, options = _split_file(args)
-    config = Trainer.Config() if file is None else from_file(file)
+    config, problems = (Trainer.Config(), []) if file is None else from_file(file)
     if not options:
-        return config
-    parsed: typing.Any = tyro.cli(
-        Trainer.Config,
-        prog="amo train",
-        args=options,
-        default=config,
-        registry=custom_registry,
-        use_underscores=True,
-        # Comments are no help, and the search for them takes half of the time.
-        config=(tyro.conf.HelptextFromCommentsOff,),
-        # All ranks read the same command line: the first one prints.
-        console_outputs=os.environ.get("RANK", "0") == "0",
-    )
-    return typing.cast(Trainer.Config, parsed)
+        return config, problems
+    with values.unchecked(config):
+        parsed: typing.Any = tyro.cli(
+            Trainer.Config,
+            prog="amo train",
+            args=options,
+            default=config,
+            registry=custom_registry,
+            use_underscores=True,
+            # Comments are no help, and the search for them takes half of the time.
+            config=(tyro.conf.HelptextFromCommentsOff,),
+            # All ranks read the same command line: the first one prints.
+            console_outputs=os.environ.get("RANK", "0") == "0" or not is_torchruns(),
+        )
+    return values.overlaid(config, values.changed(config, parsed), problems), problems
 
 
-def from_file(path: str | Path, field: str = FILE) -> Trainer.Config:
+def from_file(path: str | Path, field: str = FILE) -> tuple[Trainer.Config, list[str]]:
     """Read the config of a TOML file and of those that it extends.
 
     Args:
         path: File.
         field: Name of the file in errors.
 
+    Returns:
+        The config, and a line for each field that does not exist or has a wrong value.
+
     Raises:
-        ValueError: A file cannot be read, or has an unknown field or a wrong value.
+        ValueError: A file cannot be read.
     """
     sections = files.read(path, field)
+    problems: list[str] = []
     try:
-        config: Trainer.Config = values.overlay(Trainer.Config(), sections)
-        return config
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+        config = values.overlaid(Trainer.Config(), sections, problems)
+    except RecursionError as error:
+        raise ValueError(f"{path}: {atomic.reason(error)}") from None
+    return config, [f"{path}: {problem}" for problem in problems]
 
 
 def for_ranks(config: Trainer.Config) -> list[str]:
@@ -113,5 +127,6 @@ def _split_file(args: Sequence[str]) -> tuple[str | None, list[str]]:
     """Split arguments into the TOML file that they name, if any, and the others."""
     parser = argparse.ArgumentParser(prog="amo train", add_help=False, allow_abbrev=False)
     parser.add_argument(f"--{FILE}", dest="file")
+    require_utf8(args)
     known, others = parser.parse_known_args(args)
     return known.file, others

@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import json
 import sysconfig
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,7 +20,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from amo_dist.config import require
 from torchtitan_ext.data.tokenizers import Tokenizer
+from torchtitan_ext.runs import files
 
 SETTINGS = "tokenize.json"
 OPEN_SHARDS = 128  # files that are open at a time
@@ -105,29 +106,24 @@ def open_packed(folder: str, tokenizer: Tokenizer, order: str = "uniform") -> Co
     """
     root = Path(folder).expanduser()
     try:
-        settings = json.loads((root / SETTINGS).read_text())
+        settings = files.read_json(root / SETTINGS)
         made_by, has_scores = settings["tokenizer"], bool(settings["score_field"])
+        tasks = range(settings["tasks"])
     except (OSError, LookupError, TypeError, ValueError) as error:
         raise ValueError(
             f"dataloader.dataset_path: found {folder!r}, expected a folder that `amo tokenize` "
-            f"made: {error!r}"
+            f"made: {error}"
         ) from None
-    if tokenizer.identity != made_by:
-        raise ValueError(
-            f"tokenizer.kind: found {tokenizer.identity}, expected {made_by}, which made the "
-            f"tokens in {folder}"
-        )
-    sorts = order != "uniform"
-    if sorts and not has_scores:
-        raise ValueError(
-            f"dataloader.order: found {order!r}, expected 'uniform' for {folder!r}, which was "
-            "tokenized without scores (`amo tokenize --score-field`)"
-        )
+    expected = f"{made_by}, which made the tokens in {folder}"
+    require(tokenizer.identity == made_by, "tokenizer.kind", tokenizer.identity, expected)
+    sorts, expected = order != "uniform", f"'uniform' for {folder!r}, which was tokenized without "
+    expected += "scores (`amo tokenize --score-field`)"
+    require(has_scores or not sorts, "dataloader.order", repr(order), expected)
     vocab_size = tokenizer.get_vocab_size()
     type_ = token_type(vocab_size)
     digest = hashlib.sha256(made_by.encode())
     paths, ends_by_shard, scores_by_shard = [], [], []
-    for task in range(settings["tasks"]):
+    for task in tasks:
         path = root / f"{task:05d}_unshuffled.ds"
         ends, scores = _documents(path, np.dtype(type_).itemsize, sorts)
         digest.update(ends[-INDEX_TAIL // 8 :].tobytes())
@@ -154,15 +150,15 @@ def open_packed(folder: str, tokenizer: Tokenizer, order: str = "uniform") -> Co
 
 def _documents(path: Path, token_size: int, whole: bool) -> tuple[Numbers, Tokens]:
     """Ends of a shard's documents, with their scores, if ``whole``; else the last ends."""
-    index = path.with_name(f"{path.name}.index")
-    try:
+    index, scores_file = (path.with_name(f"{path.name}.{name}") for name in ("index", "scores"))
+    absent = [file for file in (path, index, *[scores_file] * whole) if not file.is_file()]
+    if absent:
+        path, problem = absent[0], "no such file"
+    else:
         size, index_size = path.stat().st_size, index.stat().st_size
         skipped = 0 if whole else max(0, index_size - INDEX_TAIL)
         ends = np.fromfile(index, "<u8", offset=skipped).astype(np.int64)
-        scores = np.fromfile(path.with_name(f"{path.name}.scores"), "<f8") if whole else ends
-    except OSError as error:
-        path, problem = Path(error.filename), "no such file"
-    else:
+        scores = np.fromfile(scores_file, "<f8") if whole else ends
         num_tokens = int(ends[-1]) if len(ends) else 0
         is_whole = size == num_tokens * token_size and index_size % 8 == 0
         if is_whole and len(scores) == len(ends) and (np.diff(ends) > 0).all():

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -19,11 +20,14 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.config import derive
 from torchtitan.hf_datasets import text_datasets as titan
 
+from amo_dist.config import require
 from torchtitan_ext.data.corpus import Corpus, open_packed, standard_library
 from torchtitan_ext.data.order import Mixture, shuffled
 from torchtitan_ext.data.tokenizers import Tokenizer
 from torchtitan_ext.imports import import_class
 from torchtitan_ext.runs.differences import differences
+
+logger = logging.getLogger(__name__)
 
 # Values of `dataloader.dataset` that are read by this loader; torchtitan's own loader reads those
 # that it knows. It gets the project's tokens, without begin tokens, and packs them its own way:
@@ -65,6 +69,8 @@ class PackedLoader(BaseDataLoader):
                 ``data/web=0.7,data/code=0.3``.
             seed: Seeds the order of sequences.
             order: Sequences shuffled in each epoch, or documents by ``amo tokenize --score-field``.
+            on_mixture_change: Resume with other corpora or weights: ``error`` stops, ``use_config``
+                draws from these from now on, and each known corpus goes on where it was.
             positions: Keep documents from seeing each other; follows from ``model.attention``.
         """
 
@@ -72,6 +78,7 @@ class PackedLoader(BaseDataLoader):
         dataset_path: str | None = None
         seed: int = 42
         order: Literal["uniform", "ascend", "descend"] = "uniform"
+        on_mixture_change: Literal["error", "use_config"] = "error"
         positions: Annotated[bool, tyro.conf.Suppress] = False
 
         def build(self, **options: Any) -> BaseDataLoader:
@@ -104,18 +111,24 @@ class PackedLoader(BaseDataLoader):
         self._mixture = Mixture(weights, config.seed)
         self._corpora = open_corpora(config, tokenizer)
         self._sizes = [max(c.num_tokens - 1, 0) // seq_len for c in self._corpora]
-        if min(self._sizes) < 1:
-            raise ValueError(
-                f"training.seq_len: found {seq_len}, expected less than the tokens of the corpus"
-            )
+        is_long = min(self._sizes) > 0
+        require(is_long, "training.seq_len", seq_len, "less than the tokens of the corpus")
         self._config = config
         self._end = None if config.infinite else self._sizes[0]
         self._batch_size, self._seq_len = local_batch_size, seq_len
         self._rank, self._world = dp_rank, dp_world_size
         self._eos_id = tokenizer.eos_id if config.positions else None
         self._next = 0
+        tokens = [[c.digest, w] for c, w in zip(self._corpora, weights, strict=True)]
+        self._names = _names(tokens)
+        # Sequence at which this mixture began, and by corpus: the place from which on it was unread
+        # then, the places before that which were, and the number that makes its order its own.
+        self._start = 0
+        self._unread: dict[str, int] = {}
+        self._left: dict[str, list[int]] = {}
+        self._streams = {name: index for index, name in enumerate(self._names)}
         self._source = {
-            "tokens": [[c.digest, w] for c, w in zip(self._corpora, weights, strict=True)],
+            "tokens": tokens,
             "seq_len": seq_len,
             "seed": config.seed,
             "order": config.order,
@@ -157,15 +170,25 @@ class PackedLoader(BaseDataLoader):
 
     def _tokens(self, number: int) -> Any:
         """Tokens of a sequence of the run, and the token after them."""
-        source, place = self._mixture(number)
-        epoch, place = divmod(place, self._sizes[source])
+        source, place = self._mixture(number - self._start)
+        name = self._names[source]
+        epoch, place = divmod(self._place(name, place), self._sizes[source])
         if self._config.order == "uniform":
-            place = shuffled(place, self._sizes[source], self._config.seed, source, epoch)
+            seeds = self._config.seed, self._streams[name], epoch
+            place = shuffled(place, self._sizes[source], *seeds)
         return self._corpora[source].sequence(place, self._seq_len)
+
+    def _place(self, name: str, place: int) -> int:
+        """Place of a mixture in a corpus, of which earlier mixtures have read some."""
+        left = self._left.get(name, [])
+        return left[place] if place < len(left) else self._unread.get(name, 0) + place - len(left)
 
     def state_dict(self) -> dict[str, Any]:
         """``sequence``, the number of the next one, and ``source``, a JSON string."""
-        return {"sequence": self._next, "source": json.dumps(self._source, sort_keys=True)}
+        names = ("start", "unread", "left", "streams")
+        mixture = {name: getattr(self, f"_{name}") for name in names}
+        source = json.dumps({**self._source, **mixture}, sort_keys=True)
+        return {"sequence": self._next, "source": source}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go to the position of a checkpoint.
@@ -176,13 +199,36 @@ class PackedLoader(BaseDataLoader):
         if not state_dict:
             return
         saved = json.loads(state_dict.get("source", "{}"))  # Another loader's has none.
-        if changed := differences(saved, self._source):
+        changed = differences({name: saved.get(name) for name in self._source}, self._source)
+        is_mixture = [line.startswith("tokens: ") for line in changed] == [True]
+        if changed and not (is_mixture and self._config.on_mixture_change == "use_config"):
+            remedy = "dataloader.on_mixture_change = 'use_config' draws from these from now on; "
             raise ValueError(
                 f"dataloader: the data is not that of the checkpoint ({'; '.join(changed)}); "
+                f"{remedy if is_mixture else ''}"
                 "`--checkpoint.exclude_from_loading dataloader` starts the data from the "
                 "beginning, which trains on the same documents again"
             )
         self._next = int(state_dict["sequence"])
+        names = _names(saved["tokens"])
+        # An earlier version knew one mixture a run.
+        self._start, self._unread = saved.get("start", 0), saved.get("unread", {})
+        self._left = saved.get("left", {})
+        streams = {name: index for index, name in enumerate(names)}
+        self._streams = saved.get("streams", streams)
+        if changed:
+            mixture = Mixture([weight for _, weight in saved["tokens"]], self._config.seed)
+            left = mixture.left(self._next - self._start)
+            for name, (end, places) in zip(names, left, strict=True):
+                num_left = len(self._left.get(name, ()))
+                places = [self._place(name, place) for place in (*places, *range(end, num_left))]
+                self._unread[name] = self._place(name, max(end, num_left))
+                self._left[name] = places
+            for name in self._names:
+                self._streams.setdefault(name, len(self._streams))
+            self._start = self._next
+            if self._rank == 0:
+                logger.warning("another mixture from sequence %d on: %s", self._next, changed[0])
 
 
 class ValidationLoader(PackedLoader):
@@ -194,6 +240,13 @@ class ValidationLoader(PackedLoader):
 
         dataset: str = "c4_validation"
         infinite: bool = False
+
+
+def _names(tokens: Sequence[Sequence[Any]]) -> list[str]:
+    """Names of a mixture's corpora: their digests, numbered where one comes again."""
+    digests = [digest for digest, _ in tokens]
+    counts = [digests[:index].count(digest) for index, digest in enumerate(digests)]
+    return [f"{digest}#{n}" if n else digest for digest, n in zip(digests, counts, strict=True)]
 
 
 def document_positions(tokens: torch.Tensor, eos_id: int) -> torch.Tensor:
@@ -256,22 +309,17 @@ def check(config: PackedLoader.Config) -> None:
     with _named_for(config):
         if "." in config.dataset:
             import_class(config.dataset, BaseDataLoader, "dataloader.dataset")
-        elif config.dataset.lower() not in known:
-            raise ValueError(
-                f"dataloader.dataset: found {config.dataset!r}, expected one of {', '.join(known)}"
-            )
-        elif config.order != "uniform" and config.dataset != "packed":
-            raise ValueError(
-                f"dataloader.order: found {config.order!r}, expected 'uniform' for "
-                f"{config.dataset!r}"
-            )
+        else:
+            is_known, expected = config.dataset.lower() in known, f"one of {', '.join(known)}"
+            require(is_known, "dataloader.dataset", repr(config.dataset), expected)
+            has_order = config.order == "uniform" or config.dataset == "packed"
+            expected = f"'uniform' for {config.dataset!r}"
+            require(has_order, "dataloader.order", repr(config.order), expected)
         weights = [weight for _, weight in paths(config)]
         Mixture(weights, config.seed)
-        if not config.infinite and len(weights) > 1:
-            raise ValueError(
-                "dataloader.dataset_path: found several with weights, expected one where all is "
-                "read once: a mixture has no end (validator.steps)"
-            )
+        is_one, expected = config.infinite or len(weights) == 1, "one where all is read once: "
+        expected += "a mixture has no end (validator.steps)"
+        require(is_one, "dataloader.dataset_path", "several with weights", expected)
 
 
 @contextlib.contextmanager

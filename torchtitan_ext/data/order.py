@@ -5,8 +5,11 @@ from __future__ import annotations
 import bisect
 import hashlib
 import itertools
+import math
 import struct
 from collections.abc import Sequence
+
+from amo_dist.config import require
 
 CYCLE = 1000  # Sequences after which a mixture has drawn exactly what its weights say.
 _ROUNDS = 6
@@ -56,17 +59,15 @@ class Mixture:
 
     def __init__(self, weights: Sequence[float], seed: int) -> None:
         total = sum(weights)
-        if not min(weights) >= total / CYCLE > 0:
-            raise ValueError(
-                f"dataloader.dataset_path: found weights {list(weights)}, expected each to be at "
-                f"least {1 / CYCLE:g} of their sum"
-            )
+        is_right = math.inf > min(weights) >= total / CYCLE > 0
+        expected = f"each to be at least {1 / CYCLE:g} of their sum"
+        require(is_right, "dataloader.dataset_path", f"weights {list(weights)}", expected)
         sums = itertools.accumulate(weights, initial=0.0)
         self._bounds = [int(CYCLE * part / total + 0.5) for part in sums]
         self._seed = seed
 
     def __call__(self, number: int) -> tuple[int, int]:
-        """Source of sequence ``number`` of a run, and how many it has given before."""
+        """Source of sequence ``number`` of a run, and the place in the source."""
         if len(self._bounds) == 2:
             return 0, number
         cycle, place = divmod(number, CYCLE)
@@ -74,3 +75,18 @@ class Mixture:
         source = bisect.bisect_right(self._bounds, slot) - 1
         first, end = self._bounds[source : source + 2]
         return source, cycle * (end - first) + slot - first
+
+    def left(self, number: int) -> list[tuple[int, list[int]]]:
+        """Places that the first ``number`` sequences of a run have left in each source.
+
+        Returns:
+            A place from which on all are left, and those before it in the order of their turns.
+        """
+        if len(self._bounds) == 2:
+            return [(number, [])]
+        cycles = -(-number // CYCLE)
+        ends = [cycles * (end - first) for first, end in itertools.pairwise(self._bounds)]
+        left: list[tuple[int, list[int]]] = [(end, []) for end in ends]
+        for source, place in map(self, range(number, cycles * CYCLE)):
+            left[source][1].append(place)
+        return left

@@ -17,6 +17,9 @@ import numpy as np
 import tiktoken
 from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
 
+from amo_dist.config import require
+from torchtitan_ext.runs import files
+
 EOS = "<|eos|>"
 BYTE_VOCAB_SIZE = 257  # 256 bytes and the end of a document.
 
@@ -118,7 +121,9 @@ class HFTokenizer(Tokenizer, HuggingFaceTokenizer):
         folder = Path(path).expanduser()
         folder = folder.parent if folder.is_file() else folder
         try:
-            content = (folder / "tokenizer.json").read_bytes()
+            content = files.read_bytes(folder / "tokenizer.json")
+            if (options := folder / "tokenizer_config.json").exists():
+                files.read_json(options)
             super().__init__(tokenizer_path=str(folder))
         except Exception as error:  # Errors of the library have no class of their own.
             raise ValueError(
@@ -157,11 +162,8 @@ class TiktokenTokenizer(Tokenizer):
 
     def __init__(self, path: str, encoding: str = "", eos_token: str = "") -> None:
         super().__init__()
-        if path and encoding:
-            raise ValueError(
-                f"tokenizer.encoding: found {encoding!r}, expected none with tokenizer.path, which "
-                "is read with Llama 3's pattern and special tokens"
-            )
+        expected = "none with tokenizer.path, which is read with Llama 3's pattern and tokens"
+        require(not (path and encoding), "tokenizer.encoding", repr(encoding), expected)
         try:
             self.encoding = tiktoken.get_encoding(encoding) if encoding else _llama3(path)
         except (OSError, ValueError) as error:
@@ -171,12 +173,12 @@ class TiktokenTokenizer(Tokenizer):
                 f"encoding in TIKTOKEN_CACHE_DIR: {error}"
             ) from None
         name = eos_token or ("<|endoftext|>" if encoding else "<|end_of_text|>")
-        if name not in self.encoding.special_tokens_set:
-            names = ", ".join(sorted(self.encoding.special_tokens_set))
-            raise ValueError(f"tokenizer.eos_token: found {name!r}, expected one of {names}")
+        names = sorted(self.encoding.special_tokens_set)
+        expected = f"one of {', '.join(names)}"
+        require(name in names, "tokenizer.eos_token", repr(name), expected)
         self.eos_id = self.encoding.encode_single_token(name)
         # tiktoken checks the file of an encoding against a digest of its own.
-        self._identify(encoding.encode() or Path(path).expanduser().read_bytes())
+        self._identify(encoding.encode() or files.read_bytes(Path(path).expanduser()))
 
     def encode_documents(self, texts: Sequence[str]) -> list[Any]:
         """The tokens of each document, its end token included."""
@@ -215,8 +217,11 @@ class ByteTokenizer(TiktokenTokenizer):
 
 def _llama3(path: str) -> tiktoken.Encoding:
     # tiktoken's own reader keeps a copy of each file, and does not see when the file changes.
-    lines = [line.split() for line in Path(path).expanduser().read_bytes().splitlines()]
+    content = files.read_bytes(Path(path).expanduser())
+    lines = [line.split() for line in content.splitlines()]
     ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
+    if len({*ranks.values()}) != len(lines):  # where tiktoken would panic
+        raise ValueError("found a token or a number twice")
     special = {name: len(ranks) + i for i, name in enumerate(LLAMA3_SPECIAL_TOKENS)}
     return tiktoken.Encoding(
         path, pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=special

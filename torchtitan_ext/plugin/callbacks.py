@@ -44,6 +44,17 @@ class Callback:
     def on_stop(self, step: int) -> None:
         """Run after the last step where a signal ends the run, and after its checkpoint."""
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what checkpoints hold of the callback: tensors, DTensors, numbers, texts.
+
+        A load fills its tensors in place, and then calls :meth:`load_state_dict`. A callback that
+        does not define this method has no state.
+        """
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from the state of a checkpoint, before the first step."""
+
     def log_metrics(self, step: int, record: Mapping[str, Any]) -> Mapping[str, float] | None:
         """Return figures by name to log with a step, in ``metrics.jsonl`` and everywhere else.
 
@@ -70,13 +81,31 @@ class Callbacks:
 
     def __init__(self, paths: Sequence[str]) -> None:
         field = "metrics.callbacks"
+        if repeated := [path for path in paths if paths.count(path) > 1]:
+            raise ValueError(f"{field}: found {repeated[0]!r} twice, expected each once")
         self._callbacks = [(path, import_class(path, Callback, field)()) for path in paths]
+        self._stateful = {
+            path: callback
+            for path, callback in self._callbacks
+            if type(callback).state_dict is not Callback.state_dict
+        }
 
     def attach(self, trainer: Any) -> None:
         """Show callbacks their trainer, and have them run after its checkpoints."""
         for _, callback in self._callbacks:
             callback.trainer = trainer
         trainer.checkpointer.on_save = functools.partial(self.run, "on_save")
+        if self._stateful and trainer.checkpointer.enable:
+            trainer.checkpointer.states["callbacks"] = self
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of the callbacks that have one, by import path."""
+        return {path: callback.state_dict() for path, callback in self._stateful.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned."""
+        for path, callback in self._stateful.items():
+            callback.load_state_dict(state[path])
 
     def run(self, method: str, step: int, *arguments: Any) -> list[Any]:
         """Call a method of all callbacks, and return their results.

@@ -14,20 +14,24 @@ import torch.distributed as dist
 import torchtitan.components.checkpointer as titan
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
-from torchtitan.tools.filesystem import is_remote
 from torchtitan.tools.utils import GarbageCollection
 
+from amo_dist.config import require
 from torchtitan_ext.plugin import hyperparameters, loading
 from torchtitan_ext.plugin.optimizers import check_last_update
-from torchtitan_ext.plugin.storage import CheckpointWriter, find_damage
+from torchtitan_ext.plugin.storage import CheckpointWriter, find_damage, innermost
 from torchtitan_ext.runs.run_files import (
     COMPLETE_FILES,
     checkpoints,
     complete_steps,
     require_local,
 )
+from torchtitan_ext.runs.stores import folder_of, is_remote
 
 logger = logging.getLogger(__name__)
+
+STATES = ("optimizer", "dataloader", "lr_scheduler", "train_state", "batch", "callbacks")
+"""Names of what a checkpoint holds beside the model."""
 
 
 class CheckpointError(RuntimeError):
@@ -78,11 +82,7 @@ class CheckpointManager(titan.CheckpointManager):
             Raises:
                 ValueError: For a value out of range, or fields that contradict each other.
             """
-            if self.stop_seconds < 1:
-                raise ValueError(
-                    f"stop_seconds: found {self.stop_seconds}, expected an integer >= 1"
-                )
-            require_local("folder", self.folder)
+            require(self.stop_seconds > 0, "stop_seconds", self.stop_seconds, "an integer >= 1")
             if self.initial_load_path and not is_remote(self.initial_load_path):
                 self.initial_load_path = str(Path(self.initial_load_path).absolute())
             self.last_save_model_only |= self.last_save_in_hf
@@ -91,11 +91,9 @@ class CheckpointManager(titan.CheckpointManager):
                 self.initial_load_model_only = False  # torchtitan warns about its own default.
             titan.CheckpointManager.Config.__post_init__(self)
             self.initial_load_model_only = model_only
-            if self.keep_every < 0 or self.keep_every % self.interval:
-                raise ValueError(
-                    f"keep_every: found {self.keep_every}, expected a multiple of "
-                    f"checkpoint.interval, which is {self.interval}"
-                )
+            expected = f"a multiple of checkpoint.interval, which is {self.interval}"
+            is_right = self.keep_every >= 0 and self.keep_every % self.interval == 0
+            require(is_right, "keep_every", self.keep_every, expected)
 
     on_save: Callable[[int], object] = staticmethod(lambda step: None)
     """Function of the step, called after each save."""
@@ -130,10 +128,11 @@ class CheckpointManager(titan.CheckpointManager):
         """Load a checkpoint.
 
         Raises:
-            ValueError: If it lacks a key that this run needs.
+            ValueError: If it lacks a key that this run needs, is damaged, or would run code.
         """
         if from_hf:
-            super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
+            with loading.explained(checkpoint_id):
+                super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
         is_verified = checkpoint_id == self._create_checkpoint_id(self._latest_step)
         loading.load(state_dict, checkpoint_id, verify=self._config.verify and not is_verified)
@@ -177,10 +176,10 @@ class CheckpointManager(titan.CheckpointManager):
         Raises:
             ValueError: On every rank, if all are damaged, or one is and ``damaged`` is ``error``.
         """
-        shared = [complete_steps(Path(self.folder))]
+        shared = [complete_steps(folder_of(self.folder))]
         dist.broadcast_object_list(shared, src=0)
         (steps,) = shared
-        incomplete = checkpoints(Path(self.folder))
+        incomplete = checkpoints(folder_of(self.folder))
         if not steps and incomplete and dist.get_rank() == 0:
             logger.warning(
                 "no checkpoint in %s is complete (a save was cut short: %s); the run starts anew",
@@ -210,7 +209,7 @@ class CheckpointManager(titan.CheckpointManager):
             ValueError: On every rank, if the folder is missing on any: a rank that raised alone
                 would leave the others waiting.
         """
-        folder = Path(self._create_checkpoint_id(step))
+        folder = folder_of(self._create_checkpoint_id(step))
         rank, world_size = dist.get_rank(), dist.get_world_size()
         damage = None
         if folder.is_dir():
@@ -243,7 +242,7 @@ class CheckpointManager(titan.CheckpointManager):
         if dist.get_rank() == 0:
             # No rank writes before this one has handed out the work.
             for name in COMPLETE_FILES:
-                Path(self._create_checkpoint_id(curr_step), name).unlink(missing_ok=True)
+                folder_of(self._create_checkpoint_id(curr_step), name).unlink(missing_ok=True)
         if self.async_mode == titan.AsyncMode.ASYNC_WITH_PINNED_MEM:
             # PyTorch copies on a stream that waits for no other: it would read parameters and
             # state before the last kernels of the step have written them.
@@ -283,32 +282,21 @@ class CheckpointManager(titan.CheckpointManager):
         try:
             yield
         except (CheckpointException, OSError) as error:
-            steps = {*complete_steps(Path(self.folder))} - {self._step_under_way}
+            steps = {*complete_steps(folder_of(self.folder))} - {self._step_under_way}
             newest = f"step {max(steps)} is the newest complete one" if steps else "there is none"
             raise CheckpointError(
                 f"the checkpoint of step {self._step_under_way} could not be written to "
-                f"{self.folder}: {_reason(error)}; {newest}"
+                f"{self.folder}: {innermost(error)}; {newest}"
             ) from error
 
     def _purge_stale_checkpoints(self) -> None:
         if not self._should_purge():
             return
         current = self._step_under_way
-        older = [step for step in complete_steps(Path(self.folder)) if step < current]
+        older = [step for step in complete_steps(folder_of(self.folder)) if step < current]
         every = self._config.keep_every
         milestones = (step for step in older if every and not step % every)
         kept = {current, *older[-(self.keep_latest_k - 1) :], *milestones}
-        for step, folder in checkpoints(Path(self.folder)).items():
+        for step, folder in checkpoints(folder_of(self.folder)).items():
             if step < current and step not in kept:
                 self.purge_queue.put(str(folder))
-
-
-def _reason(error: BaseException) -> str:
-    """The failure below all wrappers, and the rank it happened on."""
-    rank = ""
-    if isinstance(error, CheckpointException) and error.failures:
-        number, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
-        rank, error = f" (on rank {number})", cause
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return f"{type(error).__name__}: {error}{rank}"

@@ -7,6 +7,8 @@ from typing import Any
 
 from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper, CrossEntropyLoss
 
+from amo_dist.config import require
+
 
 class Loss(CrossEntropyLoss):
     """Cross-entropy, of which a config may hold the logits of a part of each sequence alone."""
@@ -40,8 +42,6 @@ def validate(config: Any) -> None:
     """
     num_chunks, length = config.loss.num_chunks, config.training.seq_len
     num_cuts = num_chunks * config.parallelism.context_parallel_degree
-    if num_chunks < 1 or length % num_cuts:
-        raise ValueError(
-            f"loss.num_chunks: found {num_chunks}, expected a divisor of a rank's share of "
-            f"training.seq_len = {length}"
-        )
+    expected = f"a divisor of a rank's share of training.seq_len = {length}"
+    is_right = num_chunks > 0 and num_cuts != 0 and length % num_cuts == 0
+    require(is_right, "loss.num_chunks", num_chunks, expected)

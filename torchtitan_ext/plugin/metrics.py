@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -67,12 +68,7 @@ class MetricsProcessor(titan.MetricsProcessor):
         # torchtitan would compare any CPU with an A100; this leaves the share of peak flops out.
         self.has_quantization |= cpu_is_needed()
         config_dict = options["config_dict"]
-        # The section says which model it is; all of its modules would take thousands of lines.
-        self._config_dict = {k: v for k, v in config_dict.items() if k != "model_spec"}
-        if "model" not in config_dict:  # a config of torchtitan, with its own tokenizer
-            names = {key: config_dict["model_spec"][key] for key in ("name", "flavor")}
-            self._config_dict["model"] = names
-            self._config_dict["tokenizer"] = {"kind": "hf", **config_dict["tokenizer"]}
+        self._config_dict = run_config(config_dict)
         training = SimpleNamespace(**config_dict["training"])
         self._num_steps = int(training.steps)
         num_sequences = sequences_per_step(training, options["parallel_dims"])
@@ -120,7 +116,11 @@ class MetricsProcessor(titan.MetricsProcessor):
         clock = getattr(self.optimizers, "clock", None)
         # torchtitan has read the loss, which comes after the step: there is nothing to wait for.
         optimizer_seconds = 0.0 if clock is None else clock.take() / num_steps
-        data_seconds, observe_seconds = self._slowest(latest["optimizer"])
+        by_rank = self._seconds_by_rank(optimizer_seconds, latest["optimizer"])
+        (slowest, data_seconds, observe_seconds), ranks = by_rank.max(dim=0)
+        tokens_per_second = num_steps * self.tokens_per_step / seconds
+        flops = self.num_flops_per_token * tokens_per_second
+        mfu = None if self.has_quantization else 100 * flops / self.gpu_peak_flops / len(by_rank)
         # torchtitan adds up what the ranks have seen, each with its own number in the checkpoint of
         # one: another number of ranks would go on from another sum.
         num_tokens = step * self.tokens_per_step
@@ -134,12 +134,16 @@ class MetricsProcessor(titan.MetricsProcessor):
             "grad_norm": grad_norm,
             "lr": next(rates, None),  # one of all groups
             "num_tokens": num_tokens,
-            "tokens_per_second": num_steps * self.tokens_per_step / seconds,
+            "tokens_per_second": tokens_per_second,
+            "mfu_percent": mfu,
             "seconds_per_step": seconds / num_steps,
             "optimizer_seconds_per_step": optimizer_seconds,
-            "data_seconds_per_step": data_seconds / num_steps,
+            "slowest_optimizer_seconds_per_step": slowest.item(),
+            "slowest_optimizer_rank": ranks[0].item(),
+            "data_seconds_per_step": data_seconds.item() / num_steps,
+            "slowest_data_rank": ranks[1].item(),
             "peak_memory_bytes": peak_memory(),
-            "observe_seconds": observe_seconds or None,
+            "observe_seconds": observe_seconds.item() or None,
             **latest,
         }
         extra_metrics["optimizer/seconds_per_step"] = optimizer_seconds
@@ -186,24 +190,47 @@ class MetricsProcessor(titan.MetricsProcessor):
         self._plan = plan
         self.callbacks.run("after_step", self._step)
 
-    def _slowest(self, figures: Mapping[str, float]) -> list[float]:
-        """Seconds of the slowest rank since the last log: waits for data, and the observation.
+    def _seconds_by_rank(self, step: float, figures: Mapping[str, float]) -> torch.Tensor:
+        """Seconds since the last log: (ranks, 3) float64, on the CPU.
+
+        They are of an optimizer step, of all waits for data, and of the observation.
 
         Args:
+            step: Seconds of this rank's optimizer step.
             figures: Figures of the optimizer.
         """
         observed = figures.get("optimizer/observe_seconds", 0.0)
         is_new, self._observe_seconds = observed != self._observe_seconds, observed
-        seconds = torch.tensor([sum(self.data_loading_times), observed if is_new else 0.0])
-        if dist.is_initialized():
-            seconds = seconds.to(titan.device_type)
-            dist.all_reduce(seconds, dist.ReduceOp.MAX)
-        return [float(value) for value in seconds.tolist()]
+        own = [step, sum(self.data_loading_times), observed if is_new else 0.0]
+        seconds = torch.tensor([own], dtype=torch.float64)
+        if not dist.is_initialized():
+            return seconds
+        seconds = seconds.to(titan.device_type)
+        by_rank = seconds.new_zeros(dist.get_world_size(), len(own))
+        dist.all_gather_into_tensor(by_rank, seconds)
+        return by_rank.cpu()
 
     @property
     def _optimizer(self) -> Any:
         """The one of our container; None in torchtitan's own, which holds several."""
         return getattr(self.optimizers, "optimizer", None)
+
+
+def run_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``run.json`` holds of a config of this project or of torchtitan.
+
+    The paths of the tokenizer are absolute: `amo export` may be called in another folder.
+    """
+    # The section says which model it is; all of its modules would take thousands of lines.
+    kept = {name: value for name, value in config.items() if name != "model_spec"}
+    tokenizer = kept["tokenizer"] = {**config["tokenizer"]}
+    if "model" not in config:  # a config of torchtitan, with its own tokenizer
+        kept["model"] = {key: config["model_spec"][key] for key in ("name", "flavor")}
+        tokenizer["kind"] = "hf"
+    for section, name in ((kept, "hf_assets_path"), (tokenizer, "path")):
+        if section.get(name):
+            section[name] = os.path.abspath(os.path.expanduser(section[name]))
+    return kept
 
 
 def peak_memory() -> int:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,7 +17,7 @@ from torch.optim import AdamW, Optimizer
 from torchtitan.config import Configurable
 from torchtitan.models.common.attention import FusedQKVLinear
 
-from amo_dist.config import AMOConfig, MuonConfig
+from amo_dist.config import AMOConfig, MuonConfig, require
 from amo_dist.operators.groups import param_groups
 from amo_dist.operators.patterns import check_expressions, clean_name
 from amo_dist.operators.views import Fused
@@ -66,22 +68,37 @@ def validate(config: Any) -> None:
     """Check ``[optimizer]``.
 
     Raises:
-        ValueError: For an unknown name, an expression that is none, or a schedule that the named
-            optimizer does not read.
+        ValueError: For an unknown name, an expression that is none, a factor that is no rate's, or
+            a schedule that the named optimizer does not read; a line for each.
     """
+    problems = []
     if config.name not in OPTIMIZER_NAMES:
         known = ", ".join(map(repr, OPTIMIZER_NAMES))
-        raise ValueError(f"optimizer.name: found {config.name!r}, expected one of {known}")
-    for name, expression in _expressions(config):
-        check_expressions(f"optimizer.{name}", [expression])
+        problems.append(f"optimizer.name: found {config.name!r}, expected one of {known}")
+    problems += [
+        f"optimizer.lr_multipliers: found {factor} for {expression!r}, expected a number >= 0"
+        for expression, factor in config.lr_multipliers.items()
+        if not 0 <= factor < math.inf
+    ]
     sources = [name for name in ("schedule", "schedule_file") if getattr(config.muon, name)]
     if sources and (config.name != "Muon" or len(sources) > 1):
-        raise ValueError(
+        problems.append(
             f"optimizer.muon.{sources[-1]}: found {getattr(config.muon, sources[-1])!r}, expected "
             "schedule or schedule_file, and either with optimizer.name = 'Muon' alone"
         )
-    if config.name == "Muon":
-        fixed_schedule(config)
+    checks: list[Callable[[], object]] = [
+        functools.partial(check_expressions, f"optimizer.{name}", [expression])
+        for name, expression in _expressions(config)
+    ]
+    if config.name == "Muon" and len(sources) < 2:
+        checks.append(lambda: fixed_schedule(config))
+    for check in checks:
+        try:
+            check()
+        except ValueError as error:
+            problems.append(str(error))
+    if problems:
+        raise ValueError("\n".join(problems))
 
 
 def resolved(config: Any) -> Any:
@@ -103,17 +120,13 @@ def resolved(config: Any) -> Any:
     rule = {"use_config": "replan"}.get(config.on_config_change, config.on_config_change)
     shared = {**config.muon.shared(), "on_config_change": rule}
     own_rule = config.muon.on_config_change
-    if own_rule not in ("error", rule):
-        raise ValueError(
-            f"optimizer.muon.on_config_change: found {own_rule!r}, expected it in [optimizer]"
-        )
+    field = "optimizer.muon.on_config_change"
+    require(own_rule in ("error", rule), field, repr(own_rule), "it in [optimizer]")
     unset = AMOConfig()
     for name in SHARED:
         value = getattr(config.amo, name)
-        if value not in (getattr(unset, name), shared.get(name, value)):
-            raise ValueError(
-                f"optimizer.amo.{name}: found {value!r}, expected it in [optimizer.muon]"
-            )
+        is_right = value in (getattr(unset, name), shared.get(name, value))
+        require(is_right, f"optimizer.amo.{name}", repr(value), "it in [optimizer.muon]")
     amo = dataclasses.replace(config.amo, **shared)
     norm = amo.update_norm if config.name == "AMO" else config.muon.update_norm
     muon = dataclasses.replace(config.muon, on_config_change=rule, update_norm=norm)
@@ -134,12 +147,12 @@ def check_lock(source: Any, steps: int) -> None:
     if not isinstance(config, OptimizersContainer.Config):
         return
     amo = config.amo
-    if config.name != "AMO" or config.allow_unlocked or steps >= amo.lock_step:
-        return
-    raise ValueError(
-        f"training.steps: found {steps}, expected at least observe_until + transition_steps = "
-        f"{amo.lock_step} of [optimizer.amo], where the plan locks "
-        "(or optimizer.allow_unlocked = true)"
+    is_unlocked = config.name == "AMO" and 0 < steps < amo.lock_step
+    require(
+        not is_unlocked or config.allow_unlocked,
+        *("training.steps", steps),
+        f"at least observe_until + transition_steps = {amo.lock_step} of [optimizer.amo], where "
+        "the plan locks (or optimizer.allow_unlocked = true)",
     )
 
 
@@ -190,7 +203,7 @@ def _make(groups: list[dict[str, Any]], config: Any) -> Optimizer:
     return make_optimizer(config.name, groups, config=own, **options)
 
 
-def _require_used(model_parts: Sequence[nn.Module], config: Any) -> None:
+def require_used(model_parts: Sequence[nn.Module], config: Any) -> None:
     """Check that each expression matches a parameter of some rank; a collective of the world.
 
     Raises:
@@ -207,11 +220,8 @@ def _require_used(model_parts: Sequence[nn.Module], config: Any) -> None:
         dist.all_gather_object(used_by_rank, used)
         used = [any(flags) for flags in zip(*used_by_rank, strict=True)]
     for (name, expression), is_used in zip(expressions, used, strict=True):
-        if not is_used:
-            raise ValueError(
-                f"optimizer.{name}: found {expression!r}, which matches no parameter, expected "
-                "one that matches a whole name"
-            )
+        text = f"{expression!r}, which matches no parameter"
+        require(is_used, f"optimizer.{name}", text, "one that matches a whole name")
 
 
 class OptimizersContainer(titan.OptimizersContainer):
@@ -279,7 +289,7 @@ class OptimizersContainer(titan.OptimizersContainer):
             config = resolved(self)  # a program or an override may have made it
             container: OptimizersContainer
             container = Configurable.Config.build(config, model_parts=model_parts)
-            _require_used(model_parts, config)
+            require_used(model_parts, config)
             hyperparameters.install(container, config)
             container.register_step_pre_hook(container.clock.start)
             container.register_step_post_hook(container.clock.stop)

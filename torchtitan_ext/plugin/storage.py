@@ -22,6 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint._fsspec_filesystem import FileSystem as FsspecFileSystem
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import (
     FileSystemReader,
@@ -39,6 +41,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from torchtitan_ext.runs import files
+from torchtitan_ext.runs.stores import Folder, folder_of, is_remote
 
 logger = logging.getLogger(__name__)
 
@@ -71,13 +74,19 @@ class CheckpointWriter(FileSystemWriter):
     files back to compute the checksums. PyTorch's own reader can read the checkpoint. While a
     checkpoint is written over, it counts as incomplete.
 
-    ``CheckpointWriter(path)`` takes the folder of the checkpoint.
+    Args:
+        path: Folder of the checkpoint, or the URL of one that fsspec opens.
+        **options: Those of PyTorch's ``FileSystemWriter``, such as ``thread_count``.
     """
+
+    def __init__(self, path: str | os.PathLike[str], **options: Any) -> None:
+        super().__init__(path, **{"sync_files": not is_remote(path), **options})
+        _use_store(self, path)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Plan the files, see the base class; one rank calls this before any rank writes."""
         for name in (CHECKSUMS, _METADATA):
-            Path(self.path, name).unlink(missing_ok=True)
+            folder_of(self.path, name).unlink(missing_ok=True)
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -86,7 +95,7 @@ class CheckpointWriter(FileSystemWriter):
         sums: dict[str, tuple[int, int]] = {}
         for result in written.wait():
             name = result.storage_data.relative_path
-            sums[name] = sums.get(name) or _sum(Path(self.path, name))
+            sums[name] = sums.get(name) or _sum(folder_of(self.path, name))
             # The result carries the checksum to the rank that calls `finish`.
             result.storage_data.sum = sums[name]
         return written
@@ -97,14 +106,25 @@ class CheckpointWriter(FileSystemWriter):
         sums = {info.relative_path: vars(info).pop("sum") for info in infos}
         self._write_sums(sums)
         super().finish(metadata, results)
-        self._write_sums({**sums, _METADATA: _sum(Path(self.path, _METADATA))})
+        self._write_sums({**sums, _METADATA: _sum(folder_of(self.path, _METADATA))})
 
     def _write_sums(self, sums: Mapping[str, tuple[int, int]]) -> None:
         text = json.dumps(dict(sorted(sums.items())), indent=1)
-        files.replace(Path(self.path, CHECKSUMS), text)
+        file = folder_of(self.path, CHECKSUMS)
+        if isinstance(file, Path):
+            files.replace(file, text)
+        else:
+            file.write_bytes(text.encode())
 
 
-def _sum(path: Path) -> tuple[int, int]:
+def _use_store(own: Any, path: object) -> None:
+    """Let a reader or writer of DCP go through fsspec, as DCP's own do, if a path is a URL."""
+    if is_remote(path):
+        own.fs = FsspecFileSystem()
+        own.path = own.fs.init_path(path)
+
+
+def _sum(path: Folder) -> tuple[int, int]:
     """Size and CRC-32 of a file."""
     size = crc = 0
     with path.open("rb") as stream:
@@ -113,7 +133,7 @@ def _sum(path: Path) -> tuple[int, int]:
     return size, crc
 
 
-def find_damage(folder: Path, part: int = 0, num_parts: int = 1) -> str:
+def find_damage(folder: Folder, part: int = 0, num_parts: int = 1) -> str:
     """Damage of the files of a checkpoint, in one line; empty if there is none.
 
     A checkpoint without `CHECKSUMS`, such as PyTorch's own, cannot be checked.
@@ -133,19 +153,26 @@ def find_damage(folder: Path, part: int = 0, num_parts: int = 1) -> str:
             if index % num_parts == part and _sum(folder / name) != (size, crc):
                 return f"{name} has other bytes than were written"
     except OSError as error:
-        return f"{Path(error.filename).name}: {error.strerror}"
-    except (ValueError, TypeError, AttributeError) as error:
+        return f"{Path(error.filename or str(error)).name}: {error.strerror or 'not found'}"
+    except ValueError as error:
         return f"{CHECKSUMS} is damaged: {error}"
     return ""
 
 
-def _read_sums(folder: Path) -> dict[str, tuple[int, int]]:
-    """Size and CRC-32 by file; empty without a file of checksums."""
+def _read_sums(folder: Folder) -> dict[str, tuple[int, int]]:
+    """Size and CRC-32 by file; empty without a file of checksums.
+
+    Raises:
+        ValueError: The file is damaged.
+    """
     try:
-        sums: dict[str, tuple[int, int]] = json.loads((folder / CHECKSUMS).read_bytes())
+        sums = files.read_json(folder / CHECKSUMS)
     except FileNotFoundError:
         return {}
-    return sums
+    try:
+        return {name: (int(size), int(crc)) for name, (size, crc) in sums.items()}
+    except (AttributeError, TypeError, ValueError):
+        raise ValueError(f"{folder / CHECKSUMS}: found no size and checksum by file") from None
 
 
 class CheckpointReader(FileSystemReader):
@@ -158,32 +185,41 @@ class CheckpointReader(FileSystemReader):
     compared with their checksums before, and the ranks share this work.
 
     Args:
-        path: Folder of the checkpoint.
+        path: Folder of the checkpoint, or the URL of one that fsspec opens.
         verify: Whether to compare checksums.
+
+    Attributes:
+        error: Reason why the metadata could not be read, which DCP's own error may leave out.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, verify: bool = True) -> None:
         super().__init__(path)
+        _use_store(self, path)
         self._verify = verify
+        self.error: Exception | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read the metadata, see the base class."""
         try:
-            return self._read_metadata(self._get_metadata_path(kwargs.get("rank")))
+            return self._read_metadata(folder_of(self._get_metadata_path(kwargs.get("rank"))))
         except ValueError as error:
             logger.error("%s", error)  # PyTorch 2.11 reports only that there is no metadata
+            self.error = self.error or error
             raise
 
-    def _read_metadata(self, path: Any) -> Metadata:
+    def _read_metadata(self, path: Folder) -> Metadata:
         expected = _read_sums(path.parent).get(_METADATA) if self._verify else None
         # Without this check, a flipped bit in a key would be reported as a missing key.
-        if path.name == _METADATA and expected and list(_sum(path)) != list(expected):
-            raise ValueError(f"{path}: found other bytes than were written")
-        with path.open("rb") as stream:
-            try:
-                metadata = _Unpickler(stream).load()
-            except Exception as error:  # damaged bytes can raise any error
-                raise ValueError(f"{path}: {_why(error)}") from None
+        try:
+            content = files.read_bytes(path)
+            sums = (len(content), zlib.crc32(content))
+            if path.name == _METADATA and expected not in (None, sums):
+                raise ValueError("found other bytes than were written")
+            metadata = _Unpickler(io.BytesIO(content)).load()
+        except FileNotFoundError:
+            raise
+        except Exception as error:  # damaged bytes can raise any error
+            raise ValueError(f"{path}: {_why(error)}") from None
         if not isinstance(metadata, Metadata):
             raise ValueError(f"{path}: found {type(metadata).__name__}, expected Metadata")
         storage: Any = metadata.storage_data or {}
@@ -197,8 +233,11 @@ class CheckpointReader(FileSystemReader):
         """Read this rank's part of the data, see the base class."""
         if self._verify:
             group = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-            if damage := find_damage(Path(self.path), *group):
+            if damage := find_damage(folder_of(self.path), *group):
                 raise ValueError(f"{self.path}: {damage}")
+        for name in {self.storage_data[item.storage_index].relative_path for item in plan.items}:
+            if not folder_of(self.path, name).is_file():  # a pipe would never end
+                raise ValueError(f"{self.path}: found no file {name}")
         return super().read_data(plan, _PlainPlanner(self.path, planner))
 
 
@@ -243,11 +282,27 @@ def _check_place(path: Any, name: str) -> None:
         raise ValueError(f"{path}: found data in {name!r}, expected a file of its folder")
 
 
+def innermost(error: BaseException) -> str:
+    """The failure below all wrappers in one line, and the rank where it happened.
+
+    DCP's own error, which is no ``Exception``, has a traceback for each rank.
+    """
+    rank = ""
+    if isinstance(error, CheckpointException) and error.failures:
+        number, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
+        rank, error = f" (on rank {number})", cause
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {' '.join(str(error).split())}{rank}"
+
+
 def _why(error: Exception) -> str:
     """The error in one line."""
     text = str(error).strip() or type(error).__name__
     if isinstance(error, ValueError) and text.startswith("found "):
         return text
+    if isinstance(error, OSError):
+        return f"cannot be read: {files.reason(error)}"
     if named := re.search(r"GLOBAL (\S+)", text):  # PyTorch's message for a refused class
         return f"found {named[1]}, expected plain data"
     return f"damaged, or not written by {_DCP}: {text.splitlines()[0]}"

@@ -1,13 +1,55 @@
-"""Writing of a file as a whole: a killed process leaves the old one or the new one."""
+"""Reading of files that may be damaged, and writing of a file as a whole.
+
+A process that is killed while it writes leaves the old file or the new one.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import json
 import os
 from pathlib import Path
+from typing import Any
+
+from torchtitan_ext.runs.stores import Remote
 
 SCRATCH = ".tmp"
 """Suffix of a scratch file's name."""
+
+
+def read_bytes(path: str | os.PathLike[str] | Remote) -> bytes:
+    """Content of a file.
+
+    Raises:
+        OSError: It cannot be read. A pipe or a device is refused: it may never end.
+    """
+    path = path if isinstance(path, Remote) else Path(path)
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise OSError(errno.EINVAL, "a pipe or device, expected a file", str(path))
+    return path.read_bytes()
+
+
+def read_json(path: str | os.PathLike[str] | Remote) -> Any:
+    """Content of a JSON file.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: It cannot be read, or is not JSON; names the file.
+    """
+    try:
+        return json.loads(read_bytes(path))
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: cannot be read: {reason(error)}") from None
+
+
+def reason(error: Exception) -> str:
+    """Reason why a file cannot be read, without its name."""
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
+    return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
 def replace(path: Path, content: str | bytes, scratch_suffix: str = SCRATCH) -> None:
@@ -28,7 +70,7 @@ def replace(path: Path, content: str | bytes, scratch_suffix: str = SCRATCH) -> 
     is_file = target.is_file() or not target.exists()
     scratch = target.with_name(target.name + scratch_suffix) if is_file else target
     try:
-        with scratch.open("wb") as file:
+        with open(scratch, "wb", opener=_open) as file:
             file.write(data)
             file.flush()
             if is_file:  # else some file systems keep the new name and lose the content
@@ -40,3 +82,10 @@ def replace(path: Path, content: str | bytes, scratch_suffix: str = SCRATCH) -> 
                 scratch.unlink()
         error.filename, error.filename2 = os.fspath(path), None
         raise
+
+
+def _open(path: str, flags: int) -> int:
+    """Open a file; a pipe that nobody reads is an error, where a plain open waits for a reader."""
+    file = os.open(path, flags | os.O_NONBLOCK, 0o666)
+    os.set_blocking(file, True)
+    return file

@@ -61,7 +61,7 @@ def drop_from(path: Path, step: int) -> None:
 
 def _lines(path: Path) -> list[bytes]:
     try:
-        return path.read_bytes().split(b"\n")[:-1]
+        return files.read_bytes(path).split(b"\n")[:-1]
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -71,7 +71,7 @@ def _lines(path: Path) -> list[bytes]:
 def _parsed(line: bytes) -> dict[str, Any] | None:
     try:
         record = json.loads(line)
-    except ValueError:  # of JSON, and of UTF-8
+    except (ValueError, RecursionError):  # of JSON, of UTF-8, and of deep nesting
         return None
     return record if isinstance(record, dict) else None
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
+import logging
 import os
 import re
 import socket
@@ -15,6 +18,9 @@ from filelock import FileLock, Timeout
 from amo_dist.schedule.plan import PLAN_FILE, Plan
 from torchtitan_ext.runs import files
 from torchtitan_ext.runs.records import METRICS_FILE, append_records, drop_from, read_records
+from torchtitan_ext.runs.stores import Folder, is_remote
+
+logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
@@ -45,7 +51,7 @@ def require_local(field: str, folder: str) -> None:
     Raises:
         ValueError: If it is the address of an object store, such as ``s3://``.
     """
-    if "://" in folder:
+    if is_remote(folder):
         raise ValueError(f"{field}: found {folder!r}, expected a folder of a file system")
 
 
@@ -60,6 +66,9 @@ def lock(folder: Path, seconds: float = LOCK_SECONDS) -> FileLock:
         folder: Existing dump folder.
         seconds: Longest wait.
 
+    Returns:
+        The claim. On a file system without locks it holds nothing, and a warning says so.
+
     Raises:
         ValueError: If another run holds the folder for longer, or its lock cannot be written.
     """
@@ -68,17 +77,21 @@ def lock(folder: Path, seconds: float = LOCK_SECONDS) -> FileLock:
         try:
             claim.acquire(timeout=0)
         except Timeout:
-            name = holder.read_text().strip() if holder.exists() else "another process"
+            name = "another process"
+            with contextlib.suppress(OSError, ValueError):
+                name = files.read_bytes(holder).decode().strip()
             print(f"{folder} is being written by {name}; waiting at most {seconds:.0f} s")
             claim.acquire(timeout=seconds)
-        holder.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
+        files.replace(holder, f"process {os.getpid()} on {socket.gethostname()}\n")
     except Timeout:
         raise ValueError(
             f"dump_folder: {folder} is being written by {name}; wait for it, end it, or use "
             "another folder"
         ) from None
     except OSError as error:
-        raise ValueError(f"dump_folder: cannot lock {folder}: {error.strerror}") from None
+        if error.errno != errno.EOPNOTSUPP:
+            raise ValueError(f"dump_folder: cannot lock {folder}: {error.strerror}") from None
+        logger.warning("%s: its file system has no locks: start no second run in it", folder)
     return claim
 
 
@@ -123,11 +136,11 @@ def read_plan(folder: Path) -> Plan | None:
 
 def _read(file: Path, parse: Callable[[str], _T]) -> _T | None:
     try:
-        return parse(file.read_text())
+        return parse(files.read_bytes(file).decode())
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{file}: cannot be read: {error}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{file}: cannot be read: {files.reason(error)}") from None
 
 
 class RunFiles:
@@ -211,25 +224,25 @@ _DEFAULTS: dict[str, Any] = {"phase": "", "num_steps_by_type": {}, "optimizer": 
 # ------------------------------------------------------------------ checkpoints
 
 
-def checkpoint_step(checkpoint: Path) -> int | None:
+def checkpoint_step(checkpoint: Folder) -> int | None:
     """The step of ``step-<n>``; ``None`` for a folder of another name."""
     match = re.fullmatch(r"step-(\d+)", checkpoint.name)
     return int(match[1]) if match else None
 
 
-def checkpoints(folder: Path) -> dict[int, Path]:
+def checkpoints(folder: Folder) -> dict[int, Folder]:
     """The checkpoints in a folder by step, in order; those that were cut short included."""
-    path_by_step = {checkpoint_step(path): path for path in folder.glob("step-*")}
-    steps = sorted(step for step in path_by_step if step is not None)
-    return {step: path_by_step[step] for step in steps}
+    pairs = [(checkpoint_step(path), path) for path in folder.glob("step-*")]
+    found = {step: path for step, path in pairs if step is not None}
+    return {step: found[step] for step in sorted(found)}
 
 
-def is_complete(checkpoint: Path) -> bool:
+def is_complete(checkpoint: Folder) -> bool:
     """Whether a checkpoint holds what is written last; one without was cut short."""
     return any((checkpoint / name).is_file() for name in COMPLETE_FILES)
 
 
-def complete_steps(folder: Path) -> list[int]:
+def complete_steps(folder: Folder) -> list[int]:
     """The steps of the complete checkpoints in a folder, in order."""
     return [step for step, path in checkpoints(folder).items() if is_complete(path)]
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
+import json
 import shutil
 import sys
 import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torchtitan_ext.runs import files
 from torchtitan_ext.runs.run_files import RUN_FILE, find_checkpoint, read_config
 
 TOKENIZER_FILES = ("*token*", "vocab.json", "merges.txt")
@@ -97,10 +99,19 @@ def export(checkpoint: Path, output: Path, source: Source) -> None:
         for pattern in TOKENIZER_FILES:
             for file in folder.glob(pattern):
                 shutil.copyfile(file, output / file.name)
+        # Training put no token before a document; many files have one put before each text.
+        _update(output / "tokenizer.json", {"post_processor": None})
+        if (options := output / "tokenizer_config.json").exists():
+            _update(options, {"add_bos_token": False, "add_eos_token": False})
     # Training put this token after each document; the files may name the end of a turn.
     config.eos_token_id = tokenizer.eos_id
     config.architectures = [type(config).__name__.replace("Config", "ForCausalLM")]
     config.save_pretrained(output)
+
+
+def _update(file: Path, values: dict[str, Any]) -> None:
+    content = files.read_json(file) | values
+    files.replace(file, json.dumps(content, indent=1, ensure_ascii=False))
 
 
 def _load(checkpoint: Path, source: Source) -> tuple[Any, dict[str, Any]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from amo_dist.config import require
 from amo_dist.distributed.layout import make_matrix, replicated_layout
 from amo_dist.operators.groups import named_parameters
 from amo_dist.schedule.types import MatrixInfo
@@ -26,12 +27,14 @@ def groups_of(config: Any) -> Groups:
     """Parameter groups as the run makes them, without memory; all of them AdamW's under AdamW.
 
     Raises:
-        ValueError: For a model that there is not, or an unknown matrix inside a block.
+        ValueError: For a model that there is not, an unknown matrix inside a block, or an
+            expression that matches no parameter.
     """
     from torchtitan_ext.plugin import models, optimizers
 
     with torch.device("meta"):
         model = models.spec(config.model).model.build()
+    optimizers.require_used([model], config.optimizer)
     if config.optimizer.name == "AdamW":
         params = [(name, parameter) for parameter, name in named_parameters([model]).items()]
         return [{"params": params, "algorithm": "adamw"}]
@@ -117,13 +120,11 @@ def check_memory(config: Any, world_size: int, memory_gb: float) -> None:
     logits, lasting = logit_bytes(config, dims), 0
     if dims.tp == dims.pp == 1:
         lasting = sum(memory_of(config, groups_of(config), dims).values())
-    if logits + lasting > memory_gb * 1e9:
-        raise ValueError(
-            f"training.local_batch_size: found {config.training.local_batch_size}, whose logits "
-            f"take {size(logits)} a rank, beside {size(lasting)} of parameters, gradients and "
-            f"optimizer state; expected at most {memory_gb:.1f} GB (a larger loss.num_chunks "
-            "divides the logits, and data_parallel_shard_degree the rest)"
-        )
+    text = f"{config.training.local_batch_size}, whose logits take {size(logits)} a rank, beside "
+    text += f"{size(lasting)} of parameters, gradients and optimizer state"
+    expected = f"at most {memory_gb:.1f} GB (a larger loss.num_chunks divides the logits, and "
+    expected += "data_parallel_shard_degree the rest)"
+    require(logits + lasting <= memory_gb * 1e9, "training.local_batch_size", text, expected)
 
 
 def size(num_bytes: float) -> str:

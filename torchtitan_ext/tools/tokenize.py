@@ -58,6 +58,8 @@ def tokenize(args: argparse.Namespace) -> int:
         eos_token=args.eos_token,
     )
     built = tokenizer.build(tokenizer_path=args.tokenizer_path)
+    if not args.source:
+        raise ValueError("source: found an empty text, expected a folder or its URL")
     source = os.path.expanduser(args.source)
     own = f"{os.path.relpath(args.output, source)}/"  # The logs are JSON, too.
     paths = [
@@ -65,7 +67,7 @@ def tokenize(args: argparse.Namespace) -> int:
         for path in DataFolder(source).list_files(glob_pattern=args.pattern or None)
         if not path.startswith(own) and (args.pattern or path.lower().endswith(FORMATS))
     ]
-    if not (source and paths):
+    if not paths:
         expected = args.pattern or ", ".join(FORMATS)
         raise ValueError(f"source: found no file in {source!r}, expected a folder of {expected}")
     listing = "".join(f"{path}\n" for path in paths)

@@ -20,6 +20,7 @@ from typing import Any
 
 from torchtitan_ext import environment, train
 from torchtitan_ext.runs.run_files import complete_steps, require_unlocked
+from torchtitan_ext.runs.stores import folder_of
 from torchtitan_ext.signals import OUTCOME_FILE, STOPPED
 
 RANK = "torchtitan_ext.train"
@@ -87,25 +88,26 @@ def run(args: argparse.Namespace) -> int:
             node that cannot meet others.
     """
     arguments = ["--job.config_file", args.config, *args.overrides]
-    if "RANK" in os.environ:  # torchrun's
+    if environment.is_torchruns():
         os.execv(sys.executable, [sys.executable, "-u", "-m", RANK, *arguments])
     print("loading PyTorch and torchtitan ...", file=sys.stderr, flush=True)
     from torchtitan_ext.config import checks, settings
     from torchtitan_ext.plugin import machine
     from torchtitan_ext.tools.preflight_memory import check_memory
 
-    nodes = args.nodes or 1
+    nodes = 1 if args.nodes is None else args.nodes
+    for option, number, least in (("nodes", nodes, 1), ("restarts", args.restarts, 0)):
+        if number < least:
+            raise ValueError(f"--{option}: found {number}, expected {least} or more")
     if nodes > 1 and not args.head:
         raise ValueError("--head: found none, expected host:port of one of the nodes")
-    if args.restarts < 0:
-        raise ValueError(f"--restarts: found {args.restarts}, expected 0 or more")
     if args.numa_binding and not machine.num_gpus():
         raise ValueError(f"--numa-binding: found {args.numa_binding!r}, which needs GPUs")
-    config = settings.load(arguments)
+    config, problems = settings.load(arguments)
     ranks = pick_ranks(args.ranks, args.nodes)
     # A rank on CPU has its share of the machine's memory.
     memory_gb = machine.gpu_memory_gb() or machine.memory_bytes() / ranks / 1e9
-    config, problems = checks.validate_config(config, ranks * nodes)
+    config, problems = checks.validate_config(config, ranks * nodes, problems)
     if not problems:  # Sizes mean little before all fits together.
         checks.collect(problems, lambda: check_memory(config, ranks * nodes, memory_gb))
     problems = problems or checks.missing_on_this_machine(config)
@@ -113,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("\n".join(dict.fromkeys(problems)))
     folder = Path(config.dump_folder)
     if args.newest_step:
-        print(max(complete_steps(folder / config.checkpoint.folder), default=0))
+        print(max(complete_steps(folder_of(folder, config.checkpoint.folder)), default=0))
         return 0
     require_unlocked(folder, config.checkpoint.stop_seconds)
     on_nodes = f" on {nodes} nodes" if nodes > 1 else ""

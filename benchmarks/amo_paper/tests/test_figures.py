@@ -19,6 +19,12 @@ def test_conditioning_leaves_out_what_is_not_finite_or_in_no_layer() -> None:
     assert figures.conditioning(records) == [(2.0, 0.2, 0)]
 
 
+def test_a_median_leaves_out_what_is_not_finite() -> None:
+    records = [record(step, 0, kappa) for step in (10, 20) for kappa in (1e2, 1e4, 1e3, None)]
+    by_type = figures.medians(records, lambda one: one["operator_type"])
+    assert by_type == {"attn_q": [(10, 1e3), (20, 1e3)]}
+
+
 @pytest.mark.parametrize(("num_layers", "size"), [(8, 3), (5, 2), (2, 1)])
 def test_depth_takes_three_layers_and_never_one_twice(num_layers: int, size: int) -> None:
     records = [

@@ -23,10 +23,9 @@ def add_command(subparsers: Any) -> None:
     """Register ``report``."""
     parser = subparsers.add_parser(
         "report",
-        help="draw loss, schedule, plan and geometry of runs in one HTML file",
-        description="Write loss, rate, gradient norm, throughput, schedule, plan and geometry of "
-        "runs into one HTML file that opens offline. Needs matplotlib and Jinja (the extra "
-        "'plots').",
+        help="draw loss, schedule and plan of runs in one HTML file",
+        description="Write loss, rate, gradient norm, throughput, schedule and plan of runs into "
+        "one HTML file that opens offline. Needs matplotlib and Jinja (the extra 'plots').",
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run")
     parser.add_argument(
@@ -84,9 +83,6 @@ def sections(runs: Sequence[Run]) -> list[Section]:
             parts.append(Section(title, _image(schedule), "Darker: more steps."))
         if run.plan is not None:
             parts.append(Section(f"Plan{label}", "", str(run.plan)))
-        if (geometry := figures.geometry(run)) is not None:
-            title = f"Condition number of momentum{label}"
-            parts.append(Section(title, _image(geometry), "Median over the layers of a type."))
     return parts
 
 
@@ -113,6 +109,11 @@ def _facts(run: Run) -> dict[str, str | None]:
     # 0 is no measurement, as after a resume.
     residuals = [value for _, value in run.series("newton_schulz/residual") if value]
     counts = last["num_steps_by_type"]
+    mfu = [value for _, value in run.series("mfu_percent")]
+    times = dict(run.series("slowest_optimizer_seconds_per_step"))
+    at = max(times, key=lambda step: times[step], default=0)
+    rank = dict(run.series("slowest_optimizer_rank")).get(at)
+    slowest = f"{times[at]:.4g} s on rank {rank}, at step {at}" if times else None
 
     def newest(name: str) -> str | None:
         values = run.series(name)
@@ -124,6 +125,8 @@ def _facts(run: Run) -> dict[str, str | None]:
         "steps": f"{last['step']:,}" + (f" of {total:,}" if total else ""),
         "tokens": None if tokens is None else f"{tokens:,.0f}",
         "tokens per second, median": None if speed is None else f"{speed:,.0f}",
+        "MFU, median": f"{statistics.median(mfu):.1f} %" if mfu else None,
+        "slowest optimizer step": slowest,
         "loss": newest("loss"),
         "validation loss": f"{run.validations[-1][1]:.4g}" if run.validations else None,
         "gradient norm": newest("grad_norm"),

@@ -1,19 +1,17 @@
-"""The files of a run that a report reads: metrics, plan and geometry log."""
+"""The files of a run that a report reads: metrics and plan."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from amo_dist.schedule.plan import Plan
-from torchtitan_ext.runs.records import METRICS_FILE, read_records
+from torchtitan_ext.runs.records import METRICS_FILE
 from torchtitan_ext.runs.run_files import read_config, read_metrics, read_plan
 
-GEOMETRY_FILE = "geometry.jsonl"
 Records = Sequence[Mapping[str, Any]]
 """Records by step."""
 
@@ -26,7 +24,6 @@ class Run:
         label: Path of its folder.
         metrics: The logged steps of ``metrics.jsonl``.
         validations: ``(step, loss)``.
-        geometry: Records of ``geometry.jsonl``; empty without a callback that writes it.
         config: The job config; empty if the run's folder holds none.
     """
 
@@ -34,7 +31,6 @@ class Run:
     metrics: Records
     validations: Sequence[tuple[int, float]]
     plan: Plan | None
-    geometry: Records
     config: Mapping[str, Any]
 
     def series(self, name: str) -> list[tuple[int, float]]:
@@ -79,21 +75,5 @@ def load(folder: str | Path) -> Run:
         metrics=metrics.steps,
         validations=metrics.validations,
         plan=read_plan(folder),
-        geometry=read_records(folder / GEOMETRY_FILE),
         config=read_config(folder) or {},
     )
-
-
-def medians(
-    records: Records, key: Callable[[Mapping[str, Any]], Any]
-) -> dict[Any, list[tuple[int, float]]]:
-    """``(step, median of kappa over the step's records)``, by a key of the records."""
-    values: dict[Any, dict[int, list[float]]] = {}
-    for record in records:
-        group = key(record)
-        if record.get("kappa") is not None and group is not None:
-            values.setdefault(group, {}).setdefault(record["step"], []).append(record["kappa"])
-    return {
-        group: [(step, statistics.median(kappas)) for step, kappas in sorted(by_step.items())]
-        for group, by_step in values.items()
-    }

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from amo_dist.config import sort_operator_types
-from torchtitan_ext.tools.report.data import Run, medians
+from torchtitan_ext.tools.report.data import Run
 
-KAPPA = r"condition number $\kappa$"
 PHASES = {"observation": "#EAF2F8", "transition": "#FDF1DC"}
 """Background of a phase; others have none."""
 
@@ -138,18 +137,4 @@ def schedule(run: Run) -> Any:
     axes.grid(False)
     shade(axes, run)
     over_steps(axes, [run])
-    return figure
-
-
-def geometry(run: Run) -> Any:
-    """Median condition number of each operator type."""
-    by_type = medians(run.geometry, lambda record: record["operator_type"])
-    if not by_type:
-        return None
-    figure, axes = new(3.5)
-    for index, name in enumerate(sort_operator_types(by_type)):
-        axes.plot(*columns(by_type[name]), **line(index, name))
-    over_steps(axes, [run], ylabel=f"median {KAPPA}", yscale="log")
-    shade(axes, run)
-    legend(figure, axes)
     return figure
