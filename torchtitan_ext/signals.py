@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,23 @@ OUTCOME_FILE = "outcome"
 """File beside torchrun's error file in which a rank that ended in order leaves its outcome."""
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+@contextlib.contextmanager
+def handled(handler: Callable[[int, Any], None]) -> Iterator[None]:
+    """Handle SIGTERM and SIGINT while the context lasts; main thread only."""
+    previous = {number: signal.signal(number, handler) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, before in previous.items():
+            signal.signal(number, before)
+
+
+def end_at_once(*_: Any) -> None:
+    """End this process, which has made no step, as stopped."""
+    os.write(2, b"stopped before the first step: there is nothing to save\n")
+    os._exit(STOPPED)
 
 
 def end_with_parent(parent: int) -> None:
@@ -107,7 +124,6 @@ class StopSignal:
         """Listen for the signals while the context lasts; main thread only."""
         inbox, outbox = socket.socketpair()
         outbox.setblocking(False)
-        previous = {number: signal.signal(number, lambda *_: None) for number in _SIGNALS}
         # The interpreter runs handlers between two of its instructions: never, in a collective.
         # It writes a signal's number here at once.
         previous_fd = signal.set_wakeup_fd(outbox.fileno(), warn_on_full_buffer=False)
@@ -115,11 +131,10 @@ class StopSignal:
         thread = threading.Thread(target=self._watch, args=(inbox, is_over), daemon=True)
         thread.start()
         try:
-            yield
+            with handled(lambda *_: None):
+                yield
         finally:
             signal.set_wakeup_fd(previous_fd)
-            for number, handler in previous.items():
-                signal.signal(number, handler)
             is_over.set()
             # A process that reads ahead has a copy, which a close here would leave open.
             outbox.shutdown(socket.SHUT_WR)
@@ -133,8 +148,7 @@ class StopSignal:
                 self._has_come.set()
                 if not self.has_trained and not is_over.is_set():
                     write_exit_reason("stopped")
-                    os.write(2, b"stopped before the first step: there is nothing to save\n")
-                    os._exit(STOPPED)
+                    end_at_once()
                 if not is_over.wait(self._grace):
                     os._exit(128 + received[0])
                 return
