@@ -97,6 +97,7 @@ amo_activate() {
     [[ -x "$AMO_VENV/bin/python" ]] || _amo_create_venv
     # shellcheck disable=SC1091
     source "$AMO_VENV/bin/activate"
+    unset PIP_CONSTRAINT # an image's pins, of setuptools too; here nothing changes the image's packages
   fi
   _amo_require_version python "delete ${AMO_VENV##*/}, or leave this environment"
   prefix="$(python -c 'import sys; print(sys.prefix)')"

@@ -78,13 +78,13 @@ class StopSignal:
     Attributes:
         has_trained: Whether this process made a step.
         has_stopped: Whether training ended before its last step.
+        has_come: Whether this process got a signal.
         is_asked: Whether ranks were asked.
     """
 
     def __init__(self) -> None:
-        self.has_trained = self.has_stopped = self.is_asked = False
+        self.has_trained = self.has_stopped = self.has_come = self.is_asked = False
         self._grace = 0.0
-        self._has_come = threading.Event()
 
     def connect(self, device: Any, grace: float) -> None:
         """Prepare to ask all ranks.
@@ -106,7 +106,7 @@ class StopSignal:
         """Ask all ranks, on an accelerator without waiting for them or for the device."""
         import torch.distributed as dist
 
-        self._votes.fill_(int(self._has_come.is_set()))  # a copy to the device would wait for it
+        self._votes.fill_(int(self.has_come))  # a copy to the device would wait for it
         dist.all_reduce(self._votes, dist.ReduceOp.MAX)
         if self._event is not None:
             self._result.copy_(self._votes, non_blocking=True)
@@ -145,7 +145,7 @@ class StopSignal:
     def _watch(self, inbox: socket.socket, is_over: threading.Event) -> None:
         while received := inbox.recv(1):
             if received[0] in _SIGNALS:
-                self._has_come.set()
+                self.has_come = True
                 if not self.has_trained and not is_over.is_set():
                     write_exit_reason("stopped")
                     end_at_once()
