@@ -16,6 +16,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousClosedError
@@ -70,6 +71,20 @@ def test_a_rank_whose_device_is_gone_does_not_train_on_cpu(monkeypatch: pytest.M
         patches.install()
     with_gpus(monkeypatch, 1)
     assert machine.device_type() == "cuda"
+
+
+def test_a_driver_without_a_torch_that_fits_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run on the CPU would go on for hours before somebody notices."""
+    with_gpus(monkeypatch, 0)
+    monkeypatch.setattr(machine, "_driver", lambda: "570.86.15")
+    assert cli.main(["train", CONFIG, f"--dump_folder={tmp_path}"]) == 2
+    (error,) = capsys.readouterr().err.splitlines()[-1:]
+    assert "NVIDIA's driver 570.86.15" in error
+    assert f"PyTorch {torch.__version__}, built for CUDA {torch.version.cuda}" in error
+    monkeypatch.setenv("AMO_DEVICE", "cpu")
+    assert machine.device_type() == "cpu"
 
 
 # ------------------------------------------------------------------ one environment
