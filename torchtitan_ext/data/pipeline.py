@@ -136,7 +136,8 @@ class Zstandard(io.RawIOBase):
     """
 
     def __init__(self, file: Any) -> None:
-        self._file, self._input, self._output, self._frame = file, b"", memoryview(b""), None
+        self._file, self._input, self._output = file, b"", memoryview(b"")
+        self._frame: Any = None
         self._zstandard = zstandard.ZstdDecompressor(max_window_size=2**31)
 
     def readable(self) -> bool:
