@@ -390,6 +390,7 @@ def peers(options: argparse.Namespace) -> dict[str, Any]:
         times = [timed(optimizer.step)[1] for _ in range(rounds)]
         figures[f"{name}: ms"] = round(statistics.median(times), 2)
         figures[f"{name}: MiB of state, in a step"] = f"{state >> 20}, {max(beside, 0) >> 20}"
+        print(json.dumps(figures), flush=True)  # the next one may not end in time
         del optimizer
     return figures
 
@@ -462,6 +463,7 @@ def training(options: argparse.Namespace) -> dict[str, Any]:
         if IS_CUDA:
             figures[f"{name}: MiB at most"] = torch.cuda.max_memory_allocated() >> 20
             torch.cuda.reset_peak_memory_stats()
+        print(json.dumps(figures), flush=True)
         assert last < first, figures
         del model, optimizer, logits, loss
     dist.destroy_process_group()
