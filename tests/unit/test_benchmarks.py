@@ -46,14 +46,11 @@ def test_a_step_on_devices_takes_few_launches(
     assert row["bytes_per_element"] < num_bytes
 
 
-PARTS = gpu_trial.parts(Path("kernels"))
-
-
 def test_the_trial_writes_what_each_part_found(tmp_path: Path) -> None:
     python = [sys.executable, "-c"]
     hangs = "import time; print('{\"is\": 1}'); print('a warning', flush=True); time.sleep(600)"
     commands = {
-        "collectives": (600, PARTS["collectives"][1]),
+        "collectives": (600, gpu_trial.parts(tmp_path)["collectives"][1]),
         "no such part": (20, [*python, "raise SystemExit('the cause')"]),
         "hangs at its end": (2, [*python, hangs]),
     }
@@ -72,8 +69,8 @@ def test_the_trial_writes_what_each_part_found(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_every_part_of_the_trial_ends_on_a_cpu(tmp_path: Path) -> None:
-    chosen = {name: (600, command) for name, (_, command) in PARTS.items()}
-    gpu_trial.run_all(tmp_path, chosen, 3600)
+    parts = gpu_trial.parts(tmp_path)
+    gpu_trial.run_all(tmp_path, {name: (600, parts[name][1]) for name in parts}, 3600)
     results = json.loads((tmp_path / "trial.json").read_text())["parts"]
     # Tests that need CUDA are skipped, which pytest counts as none run.
     tails = {name: result["tail"] for name, result in results.items() if result["status"]}
