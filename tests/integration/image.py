@@ -35,8 +35,13 @@ if [ -n "$scratch" ]; then # writes end with the container, those to volumes asi
 fi
 hostname "$name"
 mount -t proc proc "$root/proc"
-mount --rbind /dev "$root/dev"
 mount --rbind /sys "$root/sys"
+mount -t tmpfs dev "$root/dev" # its own: a compiler that writes to /dev/null as root may replace it
+for device in null:3 zero:5 full:7 random:8 urandom:9; do
+  mknod --mode=666 "$root/dev/${device%:*}" c 1 "${device#*:}"
+done
+ln -s /proc/self/fd "$root/dev/fd"
+mkdir --mode=1777 "$root/dev/shm"
 while [ "$1" != -- ]; do
   mkdir -p "$root$2"
   mount --bind "$1" "$root$2"

@@ -99,9 +99,6 @@ OLD_DRIVER = """
 mount -t tmpfs driver /proc/driver
 mkdir /proc/driver/nvidia
 echo 'NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15' > /proc/driver/nvidia/version
-mount -t tmpfs layers /mnt
-mkdir /mnt/upper /mnt/work
-mount -t overlay dev -o lowerdir=/dev,upperdir=/mnt/upper,workdir=/mnt/work /dev
 touch /dev/nvidiactl
 cd /opt/amo
 for command in 'amo train configs/quickstart.toml' launch/{doctor,setup,quickstart}.sh; do

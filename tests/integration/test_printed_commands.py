@@ -103,6 +103,8 @@ ELSEWHERE = {
     ".*(llama3_debugmodel|debug_llama3|--dry-run|doctor.sh --probe)": "tests above",
     ".*(mixer.toml|experiment.small)": "tests/integration/test_extend.py",
     ".*(trainer.py|test_recipes.py)": "tests/test_recipes.py",
+    "python -m amo_dist plan": "a name without its options; tests/unit/test_cli_plan.py",
+    "python -m benchmarks.amo_paper": "likewise; benchmarks/amo_paper/tests",
 }
 """Where a command runs that is not run below, by a pattern of it."""
 
