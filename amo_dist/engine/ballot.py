@@ -41,6 +41,7 @@ from torch.distributed.tensor import DTensor
 
 from amo_dist.compat import AsyncCollectiveTensor, local_of, placements_of
 from amo_dist.config import require
+from amo_dist.distributed.layout import flattened
 from amo_dist.distributed.ranks import (
     RankMismatchError,
     check_alike,
@@ -66,7 +67,8 @@ LARGEST_GRADIENT = 2.0**100
 _GRADIENT, _UPDATE, _NUM_FLAGS = 1, 2, 3
 # Mark, and negative alike, of a rank without an opinion: it never is the maximum.
 _ABSTENTION = -(2**60)
-# Mark of a rank that reads the tally at once. Marks that differ by one count as alike.
+# Mark of a rank that reads the tally at once. Not 1: marks that differ by one count as alike, for
+# the shares of gradients in `mark_replicas`.
 _WAITS = 2
 
 
@@ -202,11 +204,11 @@ class Verdict:
         if not self.is_skipped:
             self.skip_mask = None
 
-    def outcome(self) -> Literal["taken", "skipped", "undone"]:
-        """The part of the decision that nobody has read: ``taken`` once it is read; waits for it.
+    def unread_outcome(self) -> Literal["taken", "skipped", "undone"]:
+        """What `settle` has not told yet: ``taken`` once the host has read it, whatever it was.
 
-        It communicates nothing, as one rank may save alone, and logs a bad step: `settle` gives the
-        words of all ranks.
+        It waits for the device and logs a bad step, but communicates nothing, as one rank may save
+        alone: `settle` gives the words of all ranks.
         """
         if self.read is None or self.ballot is None:
             return "taken"
@@ -281,8 +283,8 @@ class Ballots:
         unusable = Flags()
         if full:
             # A gradient in other placements, such as Partial, may be a term of a sum over ranks.
-            num_terms = len(self._world.ranks) if misplaced else 1
-            bounds = [self._bounds[i] / num_terms for i in full]
+            num_terms, moved = len(self._world.ranks), set(misplaced)
+            bounds = [self._bounds[i] / (num_terms if i in moved else 1) for i in full]
             if bounds != self._sent_bounds[0]:
                 self._sent_bounds = bounds, _sent(bounds, torch.float64, self._param_device)
             names = [params[i].name for i in full]
@@ -360,7 +362,7 @@ class Ballots:
             dist.all_reduce(vector, op=dist.ReduceOp.MAX, group=group)
         flags, marks = vector[:_NUM_FLAGS], vector[_NUM_FLAGS:].view(2, -1)
         spreads = marks.sum(dim=0) > 1
-        # The first two are never bad, and all others are unless they are 0.
+        # In the order of `Tally`; all but the first two are 0 in a good step.
         return torch.cat([flags[:1], marks[0, :1], flags[1:], spreads.to(torch.int64)])
 
     def report_failure(self, part: str, error: Exception) -> None:
@@ -523,13 +525,17 @@ class Ballots:
                     own, expected = f"a gradient on {placements_of(grad)}", tensor.placements
                     remedy = "ranks without a gradient of their experts cannot help to move it"
                     require(can_move, param.name, own, f"{expected}: {remedy}")
-                grad = local_of(grad)
-                if isinstance(grad, AsyncCollectiveTensor):
-                    grad = grad.wait()
-            if param.is_convolution:
-                grad = grad.contiguous().flatten(1)
-            grads.append(grad)
+            grads.append(local_gradient(param, grad))
         return Gradients(grads, misplaced)
+
+
+def local_gradient(param: Param, grad: Tensor) -> Tensor:
+    """This rank's part of a gradient, in the form of `Parameters.tensors`."""
+    if isinstance(grad, DTensor):
+        grad = local_of(grad)
+    if isinstance(grad, AsyncCollectiveTensor):
+        grad = grad.wait()
+    return flattened(grad.contiguous()) if param.is_convolution else grad
 
 
 def largest_gradient(param: Param) -> float:

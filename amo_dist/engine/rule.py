@@ -180,6 +180,12 @@ class MatrixSums:
         totals: dict[str, Tensor] = {}
         for piece, share in zip(self._pieces, shares, strict=True):
             name = piece.matrix.name
+            size = self._sizes[name][self._num_calls]
+            if share is not None and share.numel() != size:
+                raise ValueError(
+                    f"allsum: found a share of {share.numel()} elements for {name}, expected "
+                    f"{size}, as `sums` declares"
+                )
             # Replicas hold the same numbers: only the first one counts.
             if share is not None and self._world.rank in piece.matrix.replicas[0]:
                 totals[name] = totals[name] + share if name in totals else share

@@ -45,7 +45,14 @@ from amo_dist.distributed.bucket import (
 from amo_dist.distributed.layout import cut_like
 from amo_dist.distributed.plan import Held, assign, plan_exchange
 from amo_dist.distributed.ranks import GroupLike, Membership, failure_text, this_rank
-from amo_dist.engine.ballot import Ballot, Ballots, Flags, Verdict, first_names
+from amo_dist.engine.ballot import (
+    Ballot,
+    Ballots,
+    Flags,
+    Verdict,
+    first_names,
+    local_gradient,
+)
 from amo_dist.engine.hyperparameters import GroupSettings, read_groups
 from amo_dist.engine.parameters import MOMENTUM, Param, Parameters, Piece, check_float16
 from amo_dist.engine.replicas import mark_replicas
@@ -84,8 +91,8 @@ class Orders:
         step: Optimizer step, counted from 1.
         schedules: Schedule of each matrix of this process.
         digest: Digest of the settings, of all schedules and of the source's state.
-        owners_by: Schedules by whose work owners are chosen: those of the ``first`` step, which
-            serve up to the lock, or the ``locked`` ones.
+        owners_by: Plan of owners in force: ``first``, made by the schedules of the first step of
+            this process, or ``locked``, made by those of the lock.
         sample: Names of the matrices to observe after the step; empty at most steps.
         candidates: Coefficients of the schedules whose errors the observation measures, float64 on
             the CPU, ``(schedules, steps, 3)``; None at most steps.
@@ -187,7 +194,7 @@ class Engine:
         self.membership = Membership([param.tensor for param in parameters.params], process_group)
         self._dtype: torch.dtype = getattr(torch, config.ns_dtype)
         assert config.wire_dtype is not None
-        self.wire: torch.dtype = getattr(torch, config.wire_dtype)
+        self._wire: torch.dtype = getattr(torch, config.wire_dtype)
         self._params_on_device = parameters.device.type != "cpu"
         self.matrix_device = parameters.matrix_device
         # Argument of `read_groups`.
@@ -280,7 +287,7 @@ class Engine:
         if needs_plan:
             self.discard()  # memory, before new buffers are made
             every = range(len(self.parameters.matrices))
-            self._exchanges = self._make_exchanges(every, orders.schedules, self.wire)
+            self._exchanges = self._make_exchanges(every, orders.schedules, self._wire)
             self._owners_by = orders.owners_by
             buckets = [bucket for exchange in self._exchanges for bucket in exchange.buckets]
             for bucket in buckets:
@@ -384,32 +391,25 @@ class Engine:
         step.skip_mask = verdict.skip_mask
         if step.orders is None:
             self._make_room()
-        # Moving a gradient is a collective, which hangs if a rank has none or does not take part:
-        # this waits for the backward pass until the step is known to be good.
-        if step.misplaced and verdict.outcome() == "taken":
-            for index in step.misplaced:
-                tensor = self.parameters.params[index].tensor
-                assert isinstance(tensor, DTensor)
-                assert isinstance(tensor.grad, DTensor)
-                grad = tensor.grad.redistribute(placements=tensor.placements)
-                step.grads[index] = grad.to_local()
         try:
+            # Moving a gradient is a collective, which hangs if a rank has none or does not take
+            # part: this waits for the backward pass until the step is known to be good.
+            if step.misplaced and verdict.unread_outcome() == "taken":
+                self._move_gradients(step)
             if self._unsent:
                 self.guarded(step, "updating momentum", self._update_momentum)
-            meanwhile = True
+            has_adamw = True  # there is one exchange at least; it may be empty
             for exchange in self._exchanges:
                 self.sent_bytes += exchange.sent_bytes
-                self._pipeline(step, exchange.buckets, meanwhile)
-                meanwhile = False
-            if self._params_on_device:
+                self._pipeline(step, exchange.buckets, has_adamw)
+                has_adamw = False
+            if self._frees_memory:
                 self._release()
             if self.rule.has_post and self.parameters.matrices:
                 self._post(step)
         except BaseException:
             self.discard()  # messages under way must not arrive in the buffers of a later step
             raise
-        if self._frees_memory:
-            self._release()
         self._norms = step.norms
         if step.outcomes:
             names, flags = zip(*step.outcomes, strict=True)
@@ -417,6 +417,15 @@ class Engine:
             if step.skip_mask is not None:  # a step that changed nothing says nothing
                 values.masked_fill_(step.skip_mask, False)
             self.ballots.updates = Flags([*itertools.chain(*names)], values)
+
+    def _move_gradients(self, step: Step) -> None:
+        """Bring gradients to the placements of their parameters; a collective for each."""
+        for index in step.misplaced:
+            param = self.parameters.params[index]
+            assert isinstance(param.tensor, DTensor)
+            assert isinstance(param.tensor.grad, DTensor)
+            grad = param.tensor.grad.redistribute(placements=param.tensor.placements)
+            step.grads[index] = local_gradient(param, grad)
 
     def _make_room(self) -> None:
         """Bring the memory of messages back after a failure, which may be the lack of it.
@@ -450,7 +459,7 @@ class Engine:
             args: Its arguments beside the step.
             instead: Tensors to fill if it fails, and the number to fill them with.
         """
-        if step.orders is None:
+        if step.orders is None:  # it sends anything: its ballot has set the mask of all ranks
             return
         try:
             work(step, *args)
@@ -643,7 +652,7 @@ class Engine:
         elif present:
             pieces, kept = map(list, zip(*present, strict=True))
             if not self._is_offloaded:  # the memory of the bucket serves the next one
-                results, (kept,) = kept, new_lists(kept, self.wire, 1)[1]
+                results, (kept,) = kept, new_lists(kept, self._wire, 1)[1]
                 torch._foreach_copy_(kept, results)
             step.results += zip(pieces, kept, strict=True)
 
@@ -652,7 +661,7 @@ class Engine:
         for piece in self._empty_pieces:
             if step.orders is not None and step.grads[piece.param.index] is not None:
                 weight = piece.view(step.weights[piece.param.index])
-                step.results.append((piece, weight.new_empty(weight.shape, dtype=self.wire)))
+                step.results.append((piece, weight.new_empty(weight.shape, dtype=self._wire)))
         pieces, dtype = [piece for piece, _ in step.results], self.rule.sum_dtype
         sums = MatrixSums(self.parameters, self._sum_sizes, pieces, self.world, dtype)
         self.guarded(step, "finishing updates", self._finish, sums)

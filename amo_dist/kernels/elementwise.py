@@ -249,7 +249,7 @@ def apply_update(
         for index, scale in enumerate(scales_part):
             by_scale[scale].append(index)
         # On a CPU the fused kernel would give an element other bits in another shard.
-        is_fused = not (on_cpu(wide[0]) or cautious) and all(by_scale) and _is_dense(wide, steps)
+        is_fused = not (on_cpu(wide[0]) or cautious or 0 in by_scale) and _is_dense(wide, steps)
         for scale, indices in by_scale.items():
             alike, step_rate = [steps[index] for index in indices], rate * scale
             if is_fused:  # decoupled decay is that of SGD, over the scale of the gradient

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from amo_dist.compat import disable_dynamo
 from amo_dist.config import AMOConfig, MuonConfig, fail, require
-from amo_dist.distributed.layout import local_tensor
 from amo_dist.distributed.ranks import (
     GroupLike,
     PicklableGroup,
@@ -203,8 +202,8 @@ class Muon(torch.optim.Optimizer):
         self._state_if_undone = self._schedule_state
         # Key of each matrix of this process; see `Source.key`.
         self._keys: Sequence[str] | None = None
-        # Version of the source; schedule of each matrix and digest of everything, as it decided.
-        self._decision: tuple[int, Sequence[Schedule], str] | None = None
+        # Version of the source, and what `_decide` returned for it.
+        self._decision: tuple[int, Sequence[Schedule], str, bool] | None = None
         self._residual = self._observe_seconds = 0.0
 
     # ---------------------------------------------------------------- one step
@@ -304,11 +303,10 @@ class Muon(torch.optim.Optimizer):
     def _orders(self, number: int) -> Orders:
         """The orders of the coming step."""
         source, config = self._schedule_state.source, self._schedule_state.config
-        schedules, digest = self._decide(number)
+        schedules, digest, is_locked = self._decide(number)
         sample = source.sample(number)
         # Weighted owners change once, at the lock, as new ones make all ranks wait.
-        is_weighted = config.ownership == "balanced"
-        is_locked = is_weighted and source.phase(number) == "locked"
+        is_locked = is_locked and config.ownership == "balanced"
         every, checked = config.ns_guard_every, None
         if every:
             checked = matrix_to_check(self._engine.world.registry, number, every)
@@ -323,8 +321,8 @@ class Muon(torch.optim.Optimizer):
             measures=bool(sample) or checked is not None,
         )
 
-    def _decide(self, number: int) -> tuple[Sequence[Schedule], str]:
-        """Schedule of each matrix of this process, and a digest of all that ranks must share.
+    def _decide(self, number: int) -> tuple[Sequence[Schedule], str, bool]:
+        """Schedule of each matrix, a digest of all that ranks share, and whether AMO is locked.
 
         They are made anew where the version of the source changes.
         """
@@ -341,7 +339,8 @@ class Muon(torch.optim.Optimizer):
             config = self.config.to_dict()
             values = {"config": config, "schedules": digests, "source": source.state()}
             digest = hashlib.sha256(controls.to_text(values).encode()).hexdigest()
-            self._decision = version, schedules, digest
+            is_locked = source.phase(number) == "locked"
+            self._decision = version, schedules, digest, is_locked
         return self._decision[1:]
 
     def _measure(self, orders: Orders, step: Step | None) -> None:
@@ -407,6 +406,8 @@ class Muon(torch.optim.Optimizer):
             rates = [multipliers[matrix.param] * scale for matrix, scale in pairs]
             values = {**self.config.to_dict(), "source": self.source.name}
             values["optimizer"] = self._name()
+            is_new = self.source.name != "fixed" and not self.num_steps_taken
+            holds_values = is_new and self._holds_values()
         self._compare_text(
             "\n".join(f"{key} = {json.dumps(values[key])}" for key in sorted(values))
         )
@@ -421,8 +422,7 @@ class Muon(torch.optim.Optimizer):
                 "dist.group.WORLD in %s(...), and each matrix is orthogonalized once",
                 *(len(world.ranks), type(self).__name__),
             )
-        is_new = self.source.name != "fixed" and not self.num_steps_taken
-        if is_new and world.speaks and _holds_values(self.state):
+        if holds_values and world.speaks:
             logger.warning(
                 "%s begins at step 0, with momentum of an earlier run: to resume that, call "
                 "load_state_dict, or load_control_state_dict for state that was filled in place",
@@ -451,7 +451,7 @@ class Muon(torch.optim.Optimizer):
         if held == [id(param.tensor) for param in before.params]:
             return
         check_swap(before, self.param_groups)
-        if self.num_steps_taken or engine.is_connected or _holds_values(self.state):
+        if self.num_steps_taken or engine.is_connected or self._holds_values():
             tensors = [tensor for group in self.param_groups for tensor in group["params"]]
             pairs = zip(before.params, tensors, strict=True)
             names = [param.name for param, tensor in pairs if param.tensor is not tensor]
@@ -466,6 +466,11 @@ class Muon(torch.optim.Optimizer):
         config = dataclasses.replace(state.config, ns_dtype=ns_dtype, wire_dtype=wire_dtype)
         self._assemble(dataclasses.replace(state, config=config))
         self._engine.make_state(self.state)
+
+    def _holds_values(self) -> bool:
+        """Whether any tensor of the state is not all zero; waits for the device."""
+        _, states = self._engine.parameters.tensors(self.state)
+        return any(bool(value.any()) for own in states for value in own.values())
 
     def _check_matrices(self, num_matrices: int) -> None:
         """Refuse to train by AdamW alone unless the user allows it."""
@@ -616,7 +621,7 @@ class Muon(torch.optim.Optimizer):
         state, outcome = self._schedule_state, "taken"
         if self._verdict is not None:
             self._engine.ballots.log_updates()
-            outcome = self._verdict.outcome()
+            outcome = self._verdict.unread_outcome()
         if outcome == "undone":
             return self._state_if_undone
         skipped = state.steps_skipped + (outcome == "skipped")
@@ -747,9 +752,3 @@ def check_config(config: Any, kind: type[_Config]) -> _Config:
         own, name = type(config).__name__, kind.__name__
         raise ValueError(f"config: found a {own}, expected an {name}: config={name}(...)")
     return config
-
-
-def _holds_values(state: Mapping[Any, Mapping[str, Tensor]]) -> bool:
-    """Whether any tensor of the state is not all zero; waits for the device."""
-    tensors = (local_tensor(value) for own in state.values() for value in own.values())
-    return any(bool(tensor.any()) for tensor in tensors)
