@@ -150,10 +150,10 @@ def test_groups_have_their_rates_and_decays(name: str) -> None:
 
 def test_unknown_names_get_their_types() -> None:
     root = model()
-    root.layers["0"].mystery = nn.Linear(6, 4, bias=False)
+    root.layers["0"].mystery = nn.Parameter(torch.randn(12, 16))
     with pytest.raises(ValueError, match="mystery"):
         build([root])
-    container = build([root], config(patterns={r".*\.mystery\.weight": "attn_gate"}))
+    container = build([root], config(patterns={r".*\.mystery": "attn_gate"}))
     assert "attn_gate" in container.optimizer.operator_types
 
 
