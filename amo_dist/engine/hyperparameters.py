@@ -12,7 +12,7 @@ from torch import Tensor
 from amo_dist.config import NESTEROV, MuonConfig, fail, require
 
 # Keys that every parameter group must have.
-_REQUIRED = ("params", "algorithm", "lr", "lr_multiplier", "weight_decay", "betas", "eps")
+_REQUIRED = ("params", "algorithm", "lr", "muon_lr_factor", "weight_decay", "betas", "eps")
 # Keys of a parameter group that every optimizer reads.
 _KEYS = frozenset({*_REQUIRED, "control", "momentum", "nesterov"})
 # Keys in which users, schedulers and PyTorch's checkpoint helpers keep notes of their own.
@@ -80,14 +80,14 @@ def check_hyperparameters(values: Mapping[str, Any], place: str = "") -> None:
     """Refuse values with which no training makes sense.
 
     Args:
-        values: Any of ``lr``, ``lr_multiplier``, ``weight_decay``, ``eps``, ``betas``, ``momentum``
+        values: Any of ``lr``, ``muon_lr_factor``, ``weight_decay``, ``eps``, ``betas``, ``momentum``
             and ``nesterov``.
         place: Text that goes before the field in the message, such as ``groups[1].``.
 
     Raises:
         ValueError: Names the field, what was found and what was expected.
     """
-    for field in ("lr", "lr_multiplier", "weight_decay", "eps"):
+    for field in ("lr", "muon_lr_factor", "weight_decay", "eps"):
         if field in values and not is_below(values[field], math.inf):
             fail(f"{place}{field}", values[field], "a finite number >= 0")
     betas = values.get("betas", (0.0, 0.0))
@@ -121,7 +121,7 @@ def describe_group(group: Mapping[str, Any], own_keys: Iterable[str] = ()) -> st
         group: A parameter group.
         own_keys: Keys of a rule's own hyperparameters.
     """
-    keys = ("lr", "lr_multiplier", "weight_decay", "eps", "betas", "momentum", "nesterov")
+    keys = ("lr", "muon_lr_factor", "weight_decay", "eps", "betas", "momentum", "nesterov")
     words = []
     for key in dict.fromkeys((*keys, *own_keys)):
         value: Any = group.get(key, "of the settings")
@@ -136,8 +136,8 @@ def describe_group(group: Mapping[str, Any], own_keys: Iterable[str] = ()) -> st
 
 
 def learning_rate(group: Mapping[str, Any]) -> float | Tensor:
-    """Learning rate of a group times its ``lr_multiplier``; a tensor only if it is on a device."""
-    rate: float | Tensor = group["lr"] * group["lr_multiplier"]
+    """Learning rate of a group times its ``muon_lr_factor``; a tensor only if it is on a device."""
+    rate: float | Tensor = group["lr"] * group["muon_lr_factor"]
     is_on_cpu = isinstance(rate, Tensor) and rate.device.type == "cpu"
     return float(rate) if is_on_cpu else rate
 

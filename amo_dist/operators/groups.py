@@ -76,7 +76,7 @@ def param_groups(
             ask for: the names of timm's ``no_weight_decay()``, and parameters with Mamba's
             attribute ``_no_weight_decay``.
         lr_multipliers: Factors on the learning rate by regular expression; the first match wins.
-            The factor is the group's ``lr_multiplier``, which schedulers, unlike ``lr``, do not
+            The factor is the group's ``muon_lr_factor``, which schedulers, unlike ``lr``, do not
             overwrite.
         allow_unused: Accept expressions that match no parameter. The default refuses them, as most
             are typos; a pipeline stage may need this, as it holds its own blocks alone.
@@ -149,7 +149,7 @@ def param_groups(
         if is_undecayed:
             group["weight_decay"] = 0.0
         if index >= 0:
-            group["lr_multiplier"] = float([*factors.values()][index])
+            group["muon_lr_factor"] = float([*factors.values()][index])
         groups.append(group)
     _say(trained, views_by_name)
     if report:
@@ -307,7 +307,9 @@ def describe(
     rows = [("parameter", "shape", "operator type")]
     counts, entries = Counter[str](), Counter[str]()
     for group in groups:
-        notes = [f"{key} {group[key]}" for key in ("weight_decay", "lr_multiplier") if key in group]
+        notes = [
+            f"{key} {group[key]}" for key in ("weight_decay", "muon_lr_factor") if key in group
+        ]
         for name, parameter in group["params"]:
             views = group.get("matrix_views", {}).get(name, ())
             kinds = [view.operator_type for view in views] or [ADAMW]

@@ -91,7 +91,7 @@ class Muon(torch.optim.Optimizer):
     all of the mesh that it is a slice of, so that stages of a pipeline are one world; the whole
     job where all parameters are plain tensors; and, whatever the meshes, ``process_group``.
 
-    Groups may name ``lr``, ``lr_multiplier``, ``weight_decay``, ``betas``, ``eps``, ``momentum``
+    Groups may name ``lr``, ``muon_lr_factor``, ``weight_decay``, ``betas``, ``eps``, ``momentum``
     and ``nesterov`` of their own, which schedulers may move: numbers, or tensors of one on the CPU
     (elsewhere each step waits for all but ``lr``). ``momentum`` and ``nesterov`` are those of
     matrices, and of ``config`` where a group does not name them; PyTorch's ``OneCycleLR`` and
@@ -105,7 +105,7 @@ class Muon(torch.optim.Optimizer):
 
     Args:
         params: Groups that `amo_dist.param_groups` returns; they may be split further.
-        lr: Learning rate of groups that do not name their own, 1e-3 by default; ``lr_multiplier``
+        lr: Learning rate of groups that do not name their own, 1e-3 by default; ``muon_lr_factor``
             of a group multiplies it.
         weight_decay: Decoupled weight decay of groups that do not name their own, 0.1 by default.
         schedule: A name such as ``kj``, a `Schedule`, one for each operator type, or a `Source`.
@@ -156,7 +156,7 @@ class Muon(torch.optim.Optimizer):
         defaults = {**_DEFAULTS, **self.rule_class.defaults, **own}
         defaults |= {name: value for name, value in arguments.items() if value is not None}
         check_hyperparameters(defaults)
-        defaults |= {"lr_multiplier": 1.0, "control": ""}
+        defaults |= {"muon_lr_factor": 1.0, "control": ""}
         super().__init__(groups, defaults)
         # PyTorch's schedulers that cycle a momentum take `betas` where there are any: AdamW's, and
         # not Muon's. Groups have `momentum` where they, or a scheduler, name it.
@@ -369,7 +369,7 @@ class Muon(torch.optim.Optimizer):
         check_alike("configuration", "\n".join(lines), world_group)
         hyperparameters = [describe_group(group, own_keys) for group in self.param_groups]
         params = engine.parameters.params
-        multipliers = [float(self.param_groups[p.group]["lr_multiplier"]) for p in params]
+        multipliers = [float(self.param_groups[p.group]["muon_lr_factor"]) for p in params]
         pairs = zip(engine.parameters.matrices, engine.update_scales, strict=True)
         rates = [multipliers[matrix.param] * scale for matrix, scale in pairs]
         world = agree_on_world(engine.parameters, rates, hyperparameters, membership, world_group)

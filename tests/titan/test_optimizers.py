@@ -144,7 +144,7 @@ def test_groups_have_their_rates_and_decays(name: str) -> None:
     container = build([model()], section)
     for key, group in groups_by_name(container).items():
         factor = 1.0 if "wq" not in key else 0.5 if "layers.1" in key else 2.0
-        assert group["lr"] * group.get("lr_multiplier", 1.0) == pytest.approx(1e-2 * factor)
+        assert group["lr"] * group.get("muon_lr_factor", 1.0) == pytest.approx(1e-2 * factor)
         assert group["weight_decay"] == (0.0 if "norm" in key else 0.1)
 
 

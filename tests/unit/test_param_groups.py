@@ -100,7 +100,7 @@ def test_no_decay_and_multipliers_split_the_groups() -> None:
         no_decay=[r".*norm\.weight", r".*bias"],
         lr_multipliers={r"layers\.1\..*": 0.5, r"tok_.*": 2, r".*wq.*": 3.0},
     )
-    options = ("algorithm", "weight_decay", "lr_multiplier")
+    options = ("algorithm", "weight_decay", "muon_lr_factor")
     found = [
         (*map(group.get, options), " ".join(name for name, _ in group["params"]))
         for group in groups
