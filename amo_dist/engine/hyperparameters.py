@@ -19,8 +19,9 @@ _KEYS = frozenset({*_REQUIRED, "control", "momentum", "nesterov"})
 _NOTES = frozenset(
     {
         *("name", "param_names", "matrix_views", "initial_lr", "max_lr", "min_lr", "swa_lr"),
-        # The schedulers of timm, MAE and BEiT multiply a group's `lr_scale` into its `lr`.
-        *("base_momentum", "max_momentum", "lr_scale"),
+        # Schedulers multiply these two into a group's `lr`: those of timm, MAE and BEiT `lr_scale`,
+        # those of dinov2 and dinov3 `lr_multiplier`.
+        *("base_momentum", "max_momentum", "lr_scale", "lr_multiplier"),
         *("foreach", "fused"),
     }
 )
@@ -80,8 +81,8 @@ def check_hyperparameters(values: Mapping[str, Any], place: str = "") -> None:
     """Refuse values with which no training makes sense.
 
     Args:
-        values: Any of ``lr``, ``muon_lr_factor``, ``weight_decay``, ``eps``, ``betas``, ``momentum``
-            and ``nesterov``.
+        values: Any of ``lr``, ``muon_lr_factor``, ``weight_decay``, ``eps``, ``betas``,
+            ``momentum`` and ``nesterov``.
         place: Text that goes before the field in the message, such as ``groups[1].``.
 
     Raises:

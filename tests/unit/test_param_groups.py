@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -87,11 +88,41 @@ def test_parts_of_one_model() -> None:
         param_groups([module_of(BLOCK), second])
 
 
-def test_a_scheduler_that_multiplies_lr_scale_into_lr_keeps_its_meaning() -> None:
-    """timm, MAE and BEiT write ``lr * lr_scale`` to each group's ``lr`` before a step."""
-    model = models.plain_model(runs.SHAPES)
-    scaled = Muon([{**group, "lr_scale": 0.65} for group in param_groups(model)], lr=1e-2)
-    assert runs.equal(runs.train(model, scaled), runs.train(*runs.make(kind=Muon)))
+def by_scale(groups: list[dict[str, Any]], rate: float) -> None:
+    """timm, MAE and BEiT."""
+    for group in groups:
+        group["lr"] = rate * group.get("lr_scale", 1.0)
+
+
+def by_multiplier(groups: list[dict[str, Any]], rate: float) -> None:
+    """dinov2 and dinov3."""
+    for group in groups:
+        group["lr"] = rate * group["lr_multiplier"]
+
+
+@pytest.mark.parametrize(
+    ("key", "schedule"), [("lr_scale", by_scale), ("lr_multiplier", by_multiplier)]
+)
+def test_a_factor_that_a_scheduler_multiplies_into_lr_is_not_applied_again(
+    key: str, schedule: Callable[[list[dict[str, Any]], float], None]
+) -> None:
+    def trained(rate: float, own: float, **note: float) -> Any:
+        model = models.plain_model(runs.SHAPES)
+        groups = param_groups(model, lr_multipliers={".*": own})
+        optimizer = Muon([{**group, **note} for group in groups], lr=123.0)
+        for group in optimizer.param_groups:
+            assert group["muon_lr_factor"] == own
+        if note:
+            schedule(optimizer.param_groups, rate)
+        else:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+        return runs.train(model, optimizer)
+
+    # Powers of two, so that products are exact.
+    assert runs.equal(trained(2**-6, 0.5, **{key: 0.5}), trained(2**-7, 0.5))
+    # Nothing of ours reads the note.
+    assert not runs.equal(trained(2**-6, 0.5, **{key: 0.5}), trained(2**-8, 0.5))
 
 
 def test_no_decay_and_multipliers_split_the_groups() -> None:
