@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from amo_dist.distributed.layout import Matrix, TensorLayout, make_matrix, mesh_layout
-from amo_dist.operators.views import Fused, MatrixView, Site, cut_views
+from amo_dist.operators.views import Fused, MatrixView, cut_views
 from tests.distributed.models import cut
 
 MAX_RANKS = 64
@@ -63,7 +63,7 @@ def build(
 ) -> Model:
     """Lay out tensors; whole matrices, or one for each expert, where no views are given."""
     placements = placements_by_kind(mesh.shape[-1])[kind]
-    views = views or [cut_views("x", shape, "attn_q", Site()) for shape in shapes]
+    views = views or [cut_views("x", shape, "attn_q") for shape in shapes]
     tensors = tuple(mesh_layout(shape, mesh, placements) for shape in shapes)
     matrices = tuple(
         make_matrix(f"p{index}{view.suffix}", tensor, index, view.boxes, view.dim)
@@ -112,7 +112,7 @@ def models(draw: st.DrawFn, kinds: tuple[str, ...] = KINDS, max_ranks: int = MAX
         if not is_3d and draw(st.booleans()):
             shape, target = draw(fused())
         shapes.append(shape)
-        views.append(cut_views("x", shape, target, Site()))
+        views.append(cut_views("x", shape, target))
     return build(kind, mesh, shapes, views)
 
 

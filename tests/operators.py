@@ -15,8 +15,15 @@ from tests.distributed import models
 
 
 def module_of(shapes: Mapping[str, tuple[int, ...]]) -> nn.Module:
-    """A module whose parameters have these dotted names and shapes, on the meta device."""
-    return models.build({n: torch.empty(shape, device="meta") for n, shape in shapes.items()})
+    """A module whose parameters have these dotted names and shapes, on the meta device.
+
+    What is called weight and has two dims behaves like the weight of a linear module.
+    """
+    model = models.build({n: torch.empty(shape, device="meta") for n, shape in shapes.items()})
+    for module in model.modules():
+        if len(shape := getattr(module, "weight", torch.empty(0)).shape) == 2:
+            vars(module).update(out_features=shape[0], in_features=shape[1])
+    return model
 
 
 def views_of(model: nn.Module, **options: Any) -> dict[str, tuple[MatrixView, ...]]:

@@ -41,7 +41,7 @@ CHECKS: dict[str, Callable[[str], bool]] = {
     "three_optimizers.py": lambda text: text == "3\n",
     "rates.py": lambda text: text == "3 [0.02, 0.0003]\n",
     "huggingface.py": lambda text: (
-        text.endswith("\n12 locked\n") and "lr_multiplier 0.5" in text and "decay 0.0" in text
+        text.endswith("\n12 locked\n") and "muon_lr_factor 0.5" in text and "decay 0.0" in text
     ),
     # Losses of two ranks, perhaps in one line; they are about 1 at the start.
     "muonh.py": lambda text: losses_below(0.5, text),
@@ -154,7 +154,7 @@ def test_the_lines_of_short_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert name in dict(names["groups"][0]["params"])
 
     exec(embeddings, names)
-    factors = {group.get("lr_multiplier", 1.0) for group in names["groups"]}
+    factors = {group.get("muon_lr_factor", 1.0) for group in names["groups"]}
     assert factors == {1.0, 0.1, 0.5}
 
     optimizer = names["optimizer"] = amo_dist.Muon(amo_dist.param_groups(model))
@@ -171,10 +171,10 @@ def test_the_lines_of_short_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert names["config"].ns_dtype == "float16"
     exec(matrices, names)
     scaled = {
-        name: group["lr_multiplier"]
+        name: group["muon_lr_factor"]
         for group in names["groups"]
         for name, _ in group["params"]
-        if "lr_multiplier" in group
+        if "muon_lr_factor" in group
     }
     assert scaled == {"lm_head.weight": 0.5}
 

@@ -13,13 +13,13 @@ from torch import Tensor
 from amo_dist.config import NESTEROV, fail, require
 
 # Hyperparameters of every parameter group.
-_NUMBERS = ("lr", "lr_multiplier", "weight_decay", "eps", "betas", "momentum", "nesterov")
+_NUMBERS = ("lr", "muon_lr_factor", "weight_decay", "eps", "betas", "momentum", "nesterov")
 # Keys that every parameter group must have.
 _REQUIRED = ("params", "algorithm", *_NUMBERS)
 # Options of PyTorch's optimizers that are not offered, and may say so.
 _OFF = frozenset({"capturable", "maximize", "differentiable", "amsgrad"})
 # Similarity to a hyperparameter, by difflib, from which a key is taken for a misspelling of it:
-# "beta" is one of "betas" (0.89), and "wd_multiplier" none of "lr_multiplier" (0.85).
+# "beta" is one of "betas" (0.89), and "wd_multiplier" is none of any.
 _MISSPELT = 0.87
 # Least number that counts as zero: PyTorch's ``LinearLR`` ends at -1e-18 by rounding.
 _LEAST_RATE = -1e-12
@@ -113,7 +113,7 @@ def read_groups(
         if isinstance(nesterov, bool):
             nesterov = momentum if nesterov else None
         beta1, beta2 = map(float, group["betas"])
-        rate = group["lr"] * group["lr_multiplier"]
+        rate = group["lr"] * group["muon_lr_factor"]
         is_on_cpu = isinstance(rate, Tensor) and rate.device.type == "cpu"
         settings.append(
             GroupSettings(
@@ -133,14 +133,14 @@ def check_hyperparameters(values: Mapping[str, Any], place: str = "") -> None:
     """Refuse values with which no training makes sense.
 
     Args:
-        values: Any of ``lr``, ``lr_multiplier``, ``weight_decay``, ``eps``, ``betas``, ``momentum``
-            and ``nesterov``.
+        values: Any of ``lr``, ``muon_lr_factor``, ``weight_decay``, ``eps``, ``betas``,
+            ``momentum`` and ``nesterov``.
         place: Text that goes before the field in the message, such as ``groups[1].``.
 
     Raises:
         ValueError: Names the field, what was found and what was expected.
     """
-    for field in ("lr", "lr_multiplier", "weight_decay", "eps"):
+    for field in ("lr", "muon_lr_factor", "weight_decay", "eps"):
         if field in values and not is_below(values[field], math.inf):
             fail(f"{place}{field}", values[field], "a finite number >= 0")
     betas = values.get("betas", (0.0, 0.0))

@@ -143,7 +143,7 @@ class Piece:
     @property
     def lr(self) -> float | Tensor:
         """Learning rate times the group's multiplier: a number, or a 0-dim tensor."""
-        rate: float | Tensor = self.group["lr"] * self.group["lr_multiplier"]
+        rate: float | Tensor = self.group["lr"] * self.group["muon_lr_factor"]
         return rate
 
 

@@ -1,1 +1,1 @@
-"""Operator types and parameter groups, from the names and shapes of parameters."""
+"""The tree of modules, a role for each parameter, its parts, and parameter groups."""

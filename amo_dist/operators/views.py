@@ -92,129 +92,44 @@ def _is_part(part: Any) -> bool:
     return is_pair and isinstance(part[0], str) and type(part[1]) is int and part[1] >= 1
 
 
-@dataclasses.dataclass(frozen=True)
-class Heads:
-    """Rows per head in each projection of an attention; all 0 if no module says.
-
-    Attributes:
-        query: Rows of a query head.
-        key: Rows of a key head; in latent attention those without rotary positions.
-        value: Rows of a value head.
-        rotary: Rows at the end of each query head that rotate with the position. Above 0 in latent
-            attention alone, where all heads share the rotary keys.
-    """
-
-    query: int = 0
-    key: int = 0
-    value: int = 0
-    rotary: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class Site:
-    """Facts about a parameter that the modules around it give, beside its name and shape.
-
-    Attributes:
-        heads: Rows per head of the attention that the parameter belongs to.
-        is_convolution: Whether the parameter belongs to a convolution of one, two or three dims.
-        is_embedding: Whether the parameter belongs to an ``nn.Embedding`` or ``nn.EmbeddingBag``.
-        output_dim: Dim of the matrix that counts outputs: 1 for stores of (in, out), such as the
-            ``Conv1D`` of Hugging Face's GPT-2 and transposed convolutions.
-    """
-
-    heads: Heads = Heads()
-    is_convolution: bool = False
-    is_embedding: bool = False
-    output_dim: int = 0
-
-
-# Field of `Heads` by operator type, for the types whose matrices consist of heads.
-_ROWS_BY_TYPE = {
-    "attn_q": "query",
-    "attn_k": "key",
-    "attn_v": "value",
-    "mla_q_b": "query",
-    "mla_k_b": "key",
-    "mla_v_b": "value",
-}
-
-
-def in_heads(operator_type: str) -> bool:
-    """Whether matrices of this type consist of heads."""
-    return operator_type in _ROWS_BY_TYPE or operator_type == "mla_kv_b"
-
-
-def by_head(name: str, shape: tuple[int, ...], target: str | Fused, site: Site) -> str | Fused:
-    """Divide the queries, keys and values of a parameter into one matrix per head.
-
-    A part that has an entry in ``target.heads``, and every other type, stays unchanged.
-
-    Args:
-        name: Name of the parameter, for errors.
-        shape: Shape of the parameter.
-        target: Target of the parameter without heads.
-        site: Facts that the modules give.
-
-    Returns:
-        The target with heads.
-
-    Raises:
-        ValueError: The rows are no multiple of a head's, or neither the target nor a module gives
-            the heads.
-    """
-    heads = site.heads
-    if target == "mla_kv_b":  # each head's keys, then its values
-        number = _num_heads(name, shape[-2], heads.key + heads.value)
-        parts = (("mla_k_b", number * heads.key), ("mla_v_b", number * heads.value))
-        return Fused(parts, groups=number, heads={kind: number for kind, _ in parts})
-    if isinstance(target, str):
-        if not in_heads(target):
-            return target
-        target = Fused(((target, shape[site.output_dim - 2]),), dim=site.output_dim)
-    num_heads = {
-        kind: _num_heads(name, size, getattr(heads, _ROWS_BY_TYPE[kind]))
-        for kind, size in target.parts
-        if kind in _ROWS_BY_TYPE and kind not in target.heads
-    }
-    return dataclasses.replace(target, heads={**num_heads, **target.heads})
-
-
-def _num_heads(name: str, size: int, rows: int) -> int:
-    value = f"{size} rows in heads of {rows}" if rows else "no module that gives the rows of a head"
-    expected = "whole heads: set per_head=ROWS, or write a pattern with Fused(..., heads=...)"
-    require(rows > 0 and size % rows == 0, f"per_head: {name}", value, expected)
-    return size // rows
-
-
 def cut_views(
-    name: str, shape: tuple[int, ...], target: str | Fused, site: Site
+    name: str,
+    shape: tuple[int, ...],
+    target: str | Fused,
+    *,
+    is_convolution: bool = False,
+    output_dim: int = 0,
 ) -> tuple[MatrixView, ...]:
     """List the matrices of one parameter.
 
     Args:
         name: Name of the parameter, for errors.
-        shape: ``(m, n)``; ``(E, m, n)`` for E matrices; or ``(m, ...)`` of a convolution, for the
-            one matrix of m rows.
+        shape: ``(m, n)``; ``(..., m, n)`` for one matrix per place in the leading dims, such as
+            those of experts; or ``(m, ...)`` of a convolution, for the one matrix of m rows.
         target: Operator type of each matrix, or `Fused` for several.
-        site: Facts that the modules give.
+        is_convolution: Whether the parameter is a convolution's.
+        output_dim: Dim of the matrix that counts outputs.
 
     Raises:
         ValueError: The shape has another number of dims, or the parts do not add up to it.
     """
-    is_convolution = len(shape) == 4 or (site.is_convolution and len(shape) > 2)
-    is_known = isinstance(target, str) if is_convolution else len(shape) in (2, 3)
+    is_kernel = is_convolution and len(shape) > 2
+    is_known = isinstance(target, str) if is_kernel else 2 <= len(shape) <= 4
     require(is_known, name, f"shape {shape} for {target!r}", "(m, n) or (E, m, n)")
     whole = ((0, shape[-2]), (0, shape[-1]))
     if isinstance(target, str):
-        matrix = [MatrixView("", target, None, site.output_dim)]
+        matrix = [MatrixView("", target, None, output_dim)]
     else:
         matrix = _fused_views(name, whole, target)
-    if len(shape) == 2 or is_convolution:
+    if len(shape) == 2 or is_kernel:
         return tuple(matrix)
     views = []
-    for expert, view in itertools.product(range(shape[0]), matrix):
-        suffix = f"[{expert}.{view.suffix[1:]}" if view.suffix else f"[{expert}]"
-        boxes = tuple(((expert, expert + 1), *box) for box in view.boxes or (whole,))
+    places = itertools.product(*map(range, shape[:-2]))
+    for place, view in itertools.product(places, matrix):
+        number = ".".join(map(str, place))
+        suffix = f"[{number}.{view.suffix[1:]}" if view.suffix else f"[{number}]"
+        leading = tuple((index, index + 1) for index in place)
+        boxes = tuple((*leading, *box) for box in view.boxes or (whole,))
         views.append(MatrixView(suffix, view.operator_type, boxes, view.dim))
     return tuple(views)
 

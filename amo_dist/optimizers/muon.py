@@ -96,7 +96,7 @@ class Muon(torch.optim.Optimizer):
     all of the mesh that it is a slice of, so that stages of a pipeline are one world; the whole
     job where all parameters are plain tensors; and, whatever the meshes, ``process_group``.
 
-    Groups may name ``lr``, ``lr_multiplier``, ``weight_decay``, ``betas``, ``eps``, ``momentum``
+    Groups may name ``lr``, ``muon_lr_factor``, ``weight_decay``, ``betas``, ``eps``, ``momentum``
     and ``nesterov`` of their own, which schedulers may move: numbers, or tensors of one on the CPU
     (elsewhere each step waits for all but ``lr``). ``momentum`` and ``nesterov`` are those of
     matrices, and of ``config`` where a group does not name them; PyTorch's ``OneCycleLR`` and
@@ -111,7 +111,7 @@ class Muon(torch.optim.Optimizer):
     Args:
         params: The model, or groups that `amo_dist.param_groups` returns for it, which may be split
             further.
-        lr: Learning rate of groups that do not name their own, 1e-3 by default; ``lr_multiplier``
+        lr: Learning rate of groups that do not name their own, 1e-3 by default; ``muon_lr_factor``
             of a group multiplies it.
         weight_decay: Decoupled weight decay of groups that do not name their own, 0.1 by default.
         schedule: A name such as ``kj``, a `Schedule`, one for each operator type, or a `Source`.
@@ -166,7 +166,7 @@ class Muon(torch.optim.Optimizer):
         check_hyperparameters(defaults)
         defaults |= {"momentum": config.momentum, "nesterov": config.nesterov}
         check_keys(groups, self.rule_class.defaults)
-        super().__init__(groups, defaults | {"lr_multiplier": 1.0, "control": ""})
+        super().__init__(groups, defaults | {"muon_lr_factor": 1.0, "control": ""})
         # PyTorch's schedulers that cycle a momentum take `betas` where there are any: AdamW's, and
         # not Muon's.
         del self.defaults["betas"]
@@ -401,7 +401,7 @@ class Muon(torch.optim.Optimizer):
             engine.parameters.tensors(self.state)
             settings = read_groups(self.param_groups, engine.check, self.rule_class.defaults)
             params = engine.parameters.params
-            multipliers = [float(self.param_groups[p.group]["lr_multiplier"]) for p in params]
+            multipliers = [float(self.param_groups[p.group]["muon_lr_factor"]) for p in params]
             pairs = zip(engine.parameters.matrices, engine.update_scales, strict=True)
             rates = [multipliers[matrix.param] * scale for matrix, scale in pairs]
             values = {**self.config.to_dict(), "source": self.source.name}

@@ -49,7 +49,7 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Build an optimizer by its name.
 
-    PyTorch's ``AdamW`` has no ``lr_multiplier``, so construction multiplies it into the learning
+    PyTorch's ``AdamW`` has no ``muon_lr_factor``, so construction multiplies it into the learning
     rate of its group. A scheduler that multiplies the first rate of each group, such as
     ``LambdaLR``, keeps it; one that sets the same absolute rate for all groups overwrites it.
 
@@ -95,7 +95,7 @@ def _adamw(
         check_hyperparameters(group, f"groups[{index}].")
         # PyTorch has no keys for parameter names and algorithm.
         own = {key: group[key] for key in ("lr", *defaults) if key in group}
-        if "lr_multiplier" in group:
-            own["lr"] = own.get("lr", lr) * group["lr_multiplier"]
+        if "muon_lr_factor" in group:
+            own["lr"] = own.get("lr", lr) * group["muon_lr_factor"]
         groups.append({"params": [param for _, param in group["params"]], **own})
     return torch.optim.AdamW(groups, lr, **defaults)

@@ -21,9 +21,11 @@ from torch.distributed.tensor import DTensor
 from amo_dist.config import require
 from amo_dist.distributed.layout import layout_of, local_tensor
 from amo_dist.distributed.ranks import GroupLike, this_rank
-from amo_dist.operators.modules import sites_by_name
-from amo_dist.operators.patterns import Patterns, check_patterns, clean_name, find_target
-from amo_dist.operators.views import Fused, Site, by_head
+from amo_dist.operators.groups import decide
+from amo_dist.operators.parts import by_head, heads_of
+from amo_dist.operators.patterns import Patterns, check_patterns, clean_name
+from amo_dist.operators.tree import Place, read_tree
+from amo_dist.operators.views import Fused
 
 _QUERIES, _KEYS = ("attn_q", "mla_q_b"), ("attn_k", "mla_k_b")
 # Norms of keys; `kv_norm` and `kv_a_layernorm` normalize a latent before its weights.
@@ -93,9 +95,10 @@ def qk_clip_(
     parts = [model] if isinstance(model, nn.Module) else model
     logits = {clean_name(name): values for name, values in max_logits.items()}
     modules = {clean_name(name): module for part in parts for name, module in part.named_modules()}
-    targets, sites = check_patterns(patterns), sites_by_name(parts, per_head)
+    places = {place.name: place for place in read_tree(parts)}
+    decide([*places.values()], check_patterns(patterns))
     attentions = [
-        _attention(name, modules.get(name, nn.Module()), targets, sites) for name in logits
+        _attention(name, modules.get(name, nn.Module()), places, per_head) for name in logits
     ]
     greatest_by_name = _greatest(attentions, logits, process_group)
     gammas: dict[str, Tensor] = {}
@@ -108,7 +111,7 @@ def qk_clip_(
 
 
 def _attention(
-    name: str, module: nn.Module, patterns: Patterns, sites: Mapping[str, Site]
+    name: str, module: nn.Module, places: Mapping[str, Place], per_head: bool | int
 ) -> _Attention:
     """Find the queries and keys of an attention; an empty module has none, which is an error."""
     for child, _ in module.named_modules():
@@ -116,24 +119,22 @@ def _attention(
         is_fine = _KEY_NORM.fullmatch(clean_name(child)) is None
         require(is_fine, name, norm, "an attention without a norm of its keys")
     params = {clean_name(f"{name}.{field}"): p for field, p in module.named_parameters()}
-    shapes = {param: tuple(tensor.shape) for param, tensor in params.items()}
     held: list[tuple[nn.Parameter, Fused]] = []
     counts: Counter[str] = Counter()
     rotary = 0
-    for param, shape in shapes.items():
-        site = sites[param]
-        target, _ = find_target(param, patterns, shapes, site)
-        if target is None:
+    for param in params:
+        place = places[param]
+        if place.target is None:
             continue
-        target = by_head(param, shape, target, site)
-        if site.heads.query:
-            rotary = site.heads.rotary
+        target = by_head(place, per_head)
+        if per_head is True and heads_of(place).query:
+            rotary = heads_of(place).rotary
         if not isinstance(target, Fused) or not {*_QUERIES, *_KEYS} & target.heads.keys():
             continue
         counts.update(target.heads)
         held.append((params[param], target))
         bias = re.sub("weight$", "bias", param)
-        if bias != param and bias in shapes:
+        if bias != param and bias in params:
             held.append((params[bias], dataclasses.replace(target, dim=0)))
     queries, keys = (sum(counts[kind] for kind in kinds) for kinds in (_QUERIES, _KEYS))
     counted = f"{queries} heads of queries and {keys} of keys below it"

@@ -78,7 +78,7 @@ class MatrixInfo:
         shape: Rows and columns of the whole matrix.
         operator_type: The type that shares its schedule, e.g. ``attn_q``.
         rate: Factor on its orthogonalized momentum beside the learning rate: the scale of updates,
-            times ``lr_multiplier`` of its parameter group.
+            times ``muon_lr_factor`` of its parameter group.
     """
 
     name: str

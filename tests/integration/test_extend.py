@@ -50,9 +50,9 @@ def options_of(name: str, state: dict[str, Any]) -> tuple[float, float]:
     """Peak rate and decay of the parameter whose name holds a word."""
     options = {
         field: next(state[k] for k in state if name in k and k.endswith(f".{field}"))
-        for field in ("initial_lr", "lr_multiplier", "weight_decay")
+        for field in ("initial_lr", "muon_lr_factor", "weight_decay")
     }
-    return options["initial_lr"] * options["lr_multiplier"], options["weight_decay"]
+    return options["initial_lr"] * options["muon_lr_factor"], options["weight_decay"]
 
 
 @pytest.mark.parametrize("start", FOLDERS)

@@ -144,16 +144,16 @@ def test_groups_have_their_rates_and_decays(name: str) -> None:
     container = build([model()], section)
     for key, group in groups_by_name(container).items():
         factor = 1.0 if "wq" not in key else 0.5 if "layers.1" in key else 2.0
-        assert group["lr"] * group.get("lr_multiplier", 1.0) == pytest.approx(1e-2 * factor)
+        assert group["lr"] * group.get("muon_lr_factor", 1.0) == pytest.approx(1e-2 * factor)
         assert group["weight_decay"] == (0.0 if "norm" in key else 0.1)
 
 
 def test_unknown_names_get_their_types() -> None:
     root = model()
-    root.layers["0"].mystery = nn.Linear(6, 4, bias=False)
+    root.layers["0"].mystery = nn.Parameter(torch.randn(12, 16))
     with pytest.raises(ValueError, match="mystery"):
         build([root])
-    container = build([root], config(patterns={r".*\.mystery\.weight": "attn_gate"}))
+    container = build([root], config(patterns={r".*\.mystery": "attn_gate"}))
     assert "attn_gate" in container.optimizer.operator_types
 
 

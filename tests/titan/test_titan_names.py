@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from amo_dist.operators.views import MatrixView, in_heads
+from amo_dist.operators.parts import in_heads
+from amo_dist.operators.views import MatrixView
 from tests.titan.test_models import build
 from torchtitan_ext.plugin.optimizers import MuonSection, OptimizersContainer, groups_of
 

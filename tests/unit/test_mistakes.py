@@ -48,7 +48,7 @@ CONV = models.plain_model({"layers.0.conv.weight": (8, 4, 3, 2)}).to(
 )
 BAD: dict[str, Any] = {"adjust_lr": "adamw", "cautious_decay": 1, "bfloat16_params": "kahan"}
 NO_CONFIG = "config: found MuonConfig for AdamW, expected"
-NEGATIVE = r"groups\[0\]\.lr_multiplier: found -1.0"
+NEGATIVE = r"groups\[0\]\.muon_lr_factor: found -1.0"
 SMALL_EPS = "eps: found 1e-08, .* float16, the dtype of tok"
 SCALES = "adjust_lr: found 'original' with .*Rule, which scales"
 
@@ -65,7 +65,7 @@ SCALES = "adjust_lr: found 'original' with .*Rule, which scales"
         (lambda: make_optimizer("Muon", groups(), schedule="pe"), "schedule"),
         (lambda: make_optimizer("Muon-XY", groups()), "name: found 'Muon-XY', .* 'AdamW', 'Muon'"),
         (lambda: make_optimizer("AdamW", groups(), config=MuonConfig()), NO_CONFIG),
-        (lambda: make_optimizer("AdamW", [lone(lr_multiplier=-1.0)]), NEGATIVE),
+        (lambda: make_optimizer("AdamW", [lone(muon_lr_factor=-1.0)]), NEGATIVE),
         (lambda: AMO(groups(), schedule="kj"), "schedule"),
         (lambda: Muon(param_groups(nn.Linear(8, 8))), "params: .*allow_no_matrices"),
         (lambda: Muon([]), "params: .*param_groups"),

@@ -98,8 +98,8 @@ def test_a_convolution_is_one_matrix(
     assert torch.equal(trained(model, kind, how, flatten_conv=True).flatten(1), expected)
 
 
-def attention(**shapes: tuple[int, int]) -> nn.Module:
-    module = nn.Module()
+def attention(kind: str = "Attention", /, **shapes: tuple[int, int]) -> nn.Module:
+    module = type(kind, (nn.Module,), {})()
     for name, (rows, columns) in shapes.items():
         module.add_module(name, nn.Linear(columns, rows, bias=False))
     return module
@@ -110,18 +110,23 @@ def rows_of(views: Sequence[MatrixView]) -> list[str]:
     return [f"{kind} {start}-{stop}" for (start, stop), kind in boxes]
 
 
+@pytest.mark.parametrize("kind", ["Qwen3NextAttention", "Qwen3_5MoeAttention", "Qwen35Attention"])
 @pytest.mark.parametrize("names", [("self_attn", "q_proj", "o_proj"), ("attn", "wq", "wo")])
-def test_queries_and_gates_in_turn_by_head(names: tuple[str, str, str]) -> None:
+def test_queries_and_gates_in_turn_by_head(names: tuple[str, str, str], kind: str) -> None:
     block, query, output = names
-    module = attention(**{query: (16, 6), output: (6, 8)})
+    module = attention(kind, **{query: (16, 6), output: (6, 8)})
     model = within(f"layers.0.{block}", module)
     views = views_of(model)[f"layers.0.{block}.{query}.weight"]
-    assert [view.operator_type for view in views] == ["attn_q_gate"]  # no module gives the heads
+    assert [view.operator_type for view in views] == ["attn_q"]  # no module gives the heads
     module.head_dim = 4
-    views = views_of(model)[f"layers.0.{block}.{query}.weight"]
+    views = views_of(within(f"layers.0.{block}", module))[f"layers.0.{block}.{query}.weight"]
     assert rows_of(views) == ["attn_q 0-4", "attn_gate 4-8", "attn_q 8-12", "attn_gate 12-16"]
     views = views_of(model, per_head=True)[f"layers.0.{block}.{query}.weight"]
     assert [view.operator_type for view in views] == ["attn_q", "attn_q", "attn_gate"]
+    # A wide query is a gate in these classes alone: DeepSeek's has more rows than values.
+    module.__class__ = nn.Module
+    views = views_of(model)[f"layers.0.{block}.{query}.weight"]
+    assert [view.operator_type for view in views] == ["attn_q"]
 
 
 def test_linear_attention_in_one_projection() -> None:

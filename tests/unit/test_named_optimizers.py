@@ -31,7 +31,7 @@ def test_a_name_makes_its_class(name: str, kind: type) -> None:
 def test_adamw_honours_multipliers_under_a_scheduler(tensor_lr: bool) -> None:
     groups = param_groups(models.plain_model(runs.SHAPES), lr_multipliers={r".*\.wq\.weight": 0.25})
     groups[-1]["lr"] = 0.5
-    scales = [group.get("lr_multiplier") for group in groups]
+    scales = [group.get("muon_lr_factor") for group in groups]
     assert sorted(map(str, scales)) == ["0.25", "None", "None"]
     optimizer: Any = make_optimizer("AdamW", groups, torch.tensor(1.0) if tensor_lr else 1.0)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
@@ -41,7 +41,7 @@ def test_adamw_honours_multipliers_under_a_scheduler(tensor_lr: bool) -> None:
     scheduler.step()
     halved = [rate / 2 for rate in expected]
     assert [float(group["lr"]) for group in optimizer.param_groups] == halved
-    assert not any("lr_multiplier" in group for group in optimizer.param_groups)
+    assert not any("muon_lr_factor" in group for group in optimizer.param_groups)
 
 
 # --- the scalar maps

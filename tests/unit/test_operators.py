@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import re
 
 import pytest
@@ -38,7 +39,7 @@ from tests.operators import classify, pasted
         ("head.mlp.fc1.weight", (24, 8), None),
         ("predictions.transform.dense.weight", (24, 8), None),
         ("decoder.attention.query.weight", (24, 8), None),
-        # queries, keys and values in unequal parts are one matrix
+        # queries, keys and values in parts of unknown sizes are one matrix
         ("transformer.h.0.attn.c_attn.weight", (12, 8), "attn_qkv"),
     ],
 )
@@ -48,33 +49,40 @@ def test_names(name: str, shape: tuple[int, ...], expected: str | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "shape"),
+    ("name", "shape", "suggestion"),
     [
-        # By heads in some models, in three parts in others.
-        ("layers.0.attention.wqkv.weight", (24, 8)),
-        # An end of a name that means AdamW outside of blocks alone.
-        ("layers.0.attention.output.weight", (8, 8)),
-        # Tall: a dense gate rather than a router.
-        ("layers.0.mlp.gate.weight", (24, 8)),
-        # A name inside an embedder is not an embedding.
-        ("embedder.layers.0.mix.weight", (8, 8)),
-        ("layers.0.moe.experts.mlp1_weight", (4, 16, 8)),
-        # Three dims, and no convolution.
-        ("transformer.layer.0.rel_attn.q", (8, 2, 4)),
+        ("layers.0.mixer.w_mix", (24, 8 + 1), "mixer_w_mix"),
+        ("embedder.layers.0.mixing", (12, 16), "adamw"),
+        ("layers.0.lstm.weight_hh_l0", (64, 16), "adamw"),
+        # Three dims, and nothing that says what the first one counts.
+        ("transformer.layer.0.rel_attn.q", (64, 2, 32), "adamw"),
+        ("layers.0.rg_lru.input_gate_weight", (3, 16, 16), "adamw"),
+        # A bank of all layers, outside of blocks.
+        ("bank.up", (12, 64, 48), "adamw"),
+        ("bank.up", (12, 4, 64, 48), "adamw"),
     ],
 )
-def test_an_unknown_matrix_in_a_block_is_an_error(name: str, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("unknown", ["error", "matrix"])
+def test_an_unknown_tensor_is_an_error(
+    name: str, shape: tuple[int, ...], suggestion: str, unknown: str
+) -> None:
+    if unknown == "matrix" and len(shape) == 2:
+        assert classify(name, shape, unknown=unknown) == (MatrixView("", "matrix", None),)
+        return
     with pytest.raises(ValueError, match=re.escape(name)) as caught:
-        classify(name, shape)
+        classify(name, shape, unknown=unknown)
     message = str(caught.value)
     assert str(shape) in message
+    # No advice that the same call would refuse.
+    assert ("unknown='matrix'" in message) == (len(shape) == 2)
     # The remedies that it names work.
     patterns = pasted(message)
-    (kind,) = patterns.values()
-    views = classify(name, shape, patterns)
-    assert (views is None) == (kind == "adamw") == (len(shape) == 3 and "expert" not in name)
+    assert [*patterns.values()] == [suggestion]
+    assert (classify(name, shape, patterns) is None) == (suggestion == "adamw")
     assert classify(name, shape, {re.escape(name): "adamw"}) is None
-    assert classify(name, shape, {re.escape(name): "attn_q"}) is not None
+    views = classify(name, shape, {re.escape(name): "attn_q"}) or ()
+    # One matrix for each place in the leading dims, with a name of its own.
+    assert len({view.suffix for view in views}) == math.prod(shape[:-2])
 
 
 QKV = Fused((("attn_q", 8), ("attn_k", 4), ("attn_v", 4)))
@@ -177,3 +185,28 @@ def test_convolutions_are_matrices_by_an_option(
     assert classify(name, shape, flatten_conv=True) == views
     if len(shape) == 4:
         assert classify(name, shape, {".*": "mine"}) == (MatrixView("", "mine", None),)
+
+
+GATE_UP = "layers.0.mlp.experts.gate_up_proj"
+DOWN = "layers.0.mlp.experts.down_proj"
+
+
+@pytest.mark.parametrize(
+    ("shapes", "expected"),
+    [
+        ({GATE_UP: (2, 12, 8), DOWN: (2, 8, 6)}, ("expert_gate", ((0, 1), (0, 6), (0, 8)))),
+        ({GATE_UP: (2, 8, 12), DOWN: (2, 6, 8)}, ("expert_gate", ((0, 1), (0, 8), (0, 6)))),
+        # A bias, as gpt-oss alone has: rows of both in turn.
+        (
+            {GATE_UP: (2, 8, 12), DOWN: (2, 6, 8), f"{GATE_UP}_bias": (2, 12)},
+            ("expert_gate_up", ((0, 1), (0, 8), (0, 12))),
+        ),
+        ({GATE_UP: (2, 12, 8)}, ("expert_gate_up", ((0, 1), (0, 12), (0, 8)))),
+    ],
+)
+def test_parts_of_fused_experts(
+    shapes: dict[str, tuple[int, ...]], expected: tuple[str, object]
+) -> None:
+    view, *_ = classify(GATE_UP, shapes[GATE_UP], shapes=shapes) or ()
+    assert (view.operator_type, (view.boxes or ())[0]) == expected
+    assert view.dim == (shapes[GATE_UP] == (2, 8, 12))  # outputs are columns

@@ -152,9 +152,9 @@ def test_groups_may_be_split_with_rates_and_without_decay() -> None:
     (matrices, rest) = param_groups(model)
     q, _, gate = matrices["params"]
     split = [
-        {**matrices, "params": [q], "lr_multiplier": 0.5, "weight_decay": 0.0},
+        {**matrices, "params": [q], "muon_lr_factor": 0.5, "weight_decay": 0.0},
         {**matrices, "params": [gate]},
-        {**rest, "weight_decay": 0.0, "lr_multiplier": 0.0},
+        {**rest, "weight_decay": 0.0, "muon_lr_factor": 0.0},
     ]
     optimizer = Muon(split, lr=1e-2)
     found = runs.train(model, optimizer)

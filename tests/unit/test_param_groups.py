@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -48,7 +49,7 @@ def test_each_expert_is_a_matrix(name: str) -> None:
 
 
 def test_frozen_parameters_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    model = module_of({**BLOCK, "layers.0.what.weight": (4, 4)})  # unknown, but no error
+    model = module_of({**BLOCK, "layers.0.what.matrix": (16, 16)})  # unknown, but no error
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("layers.1" in name)
     groups = param_groups(model, report=True)
@@ -87,11 +88,41 @@ def test_parts_of_one_model() -> None:
         param_groups([module_of(BLOCK), second])
 
 
-def test_a_scheduler_that_multiplies_lr_scale_into_lr_keeps_its_meaning() -> None:
-    """timm, MAE and BEiT write ``lr * lr_scale`` to each group's ``lr`` before a step."""
-    model = models.plain_model(runs.SHAPES)
-    scaled = Muon([{**group, "lr_scale": 0.65} for group in param_groups(model)], lr=1e-2)
-    assert runs.equal(runs.train(model, scaled), runs.train(*runs.make(kind=Muon)))
+def by_scale(groups: list[dict[str, Any]], rate: float) -> None:
+    """timm, MAE and BEiT."""
+    for group in groups:
+        group["lr"] = rate * group.get("lr_scale", 1.0)
+
+
+def by_multiplier(groups: list[dict[str, Any]], rate: float) -> None:
+    """dinov2 and dinov3."""
+    for group in groups:
+        group["lr"] = rate * group["lr_multiplier"]
+
+
+@pytest.mark.parametrize(
+    ("key", "schedule"), [("lr_scale", by_scale), ("lr_multiplier", by_multiplier)]
+)
+def test_a_factor_that_a_scheduler_multiplies_into_lr_is_not_applied_again(
+    key: str, schedule: Callable[[list[dict[str, Any]], float], None]
+) -> None:
+    def trained(rate: float, own: float, **note: float) -> Any:
+        model = models.plain_model(runs.SHAPES)
+        groups = param_groups(model, lr_multipliers={".*": own})
+        optimizer = Muon([{**group, **note} for group in groups], lr=123.0)
+        for group in optimizer.param_groups:
+            assert group["muon_lr_factor"] == own
+        if note:
+            schedule(optimizer.param_groups, rate)
+        else:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+        return runs.train(model, optimizer)
+
+    # Powers of two, so that products are exact.
+    assert runs.equal(trained(2**-6, 0.5, **{key: 0.5}), trained(2**-7, 0.5))
+    # Nothing of ours reads the note.
+    assert not runs.equal(trained(2**-6, 0.5, **{key: 0.5}), trained(2**-8, 0.5))
 
 
 def test_no_decay_and_multipliers_split_the_groups() -> None:
@@ -100,7 +131,7 @@ def test_no_decay_and_multipliers_split_the_groups() -> None:
         no_decay=[r".*norm\.weight", r".*bias"],
         lr_multipliers={r"layers\.1\..*": 0.5, r"tok_.*": 2, r".*wq.*": 3.0},
     )
-    options = ("algorithm", "weight_decay", "lr_multiplier")
+    options = ("algorithm", "weight_decay", "muon_lr_factor")
     found = [
         (*map(group.get, options), " ".join(name for name, _ in group["params"]))
         for group in groups
@@ -128,7 +159,7 @@ X = "layers.0.x"
 UNUSED = ", which matches no parameter"
 QKV = Fused((("attn_q", 8), ("attn_k", 4), ("attn_v", 4)))
 HEADS = {"layers.0.attention.wq.weight": (12, 8), "layers.0.attention.wo.weight": (8, 12)}
-IN_TURN = {"layers.0.attention.query_key_value.weight": (24, 8)}
+ODD = {"layers.0.attention.query_key_value.weight": (25, 8)}
 
 
 @pytest.mark.parametrize(
@@ -144,7 +175,7 @@ IN_TURN = {"layers.0.attention.query_key_value.weight": (24, 8)}
         (BLOCK, {"no_decay": ["norm"]}, f"^no_decay: found 'norm'{UNUSED}"),
         (BLOCK, {"lr_multipliers": {"layers": 2.0}}, f"^lr_multipliers: found 'layers'{UNUSED}"),
         (BLOCK, {"unknown": "adamw"}, "unknown"),
-        ({"layers.0.mixing": (3, 4, 4)}, {"unknown": "matrix"}, "patterns"),
+        ({"layers.0.mixing": (30, 40, 40)}, {"unknown": "matrix"}, "patterns"),
         ({X: (4, 4)}, {"patterns": {"(": "attn_q"}}, "patterns"),
         ({X: (4, 4)}, {"patterns": {".*": "attn/q"}}, "operator type"),
         ({X: (4, 4)}, {"patterns": {".*": 3}}, r"patterns\['\.\*'\]"),
@@ -154,7 +185,7 @@ IN_TURN = {"layers.0.attention.query_key_value.weight": (24, 8)}
         (HEADS, {"per_head": True}, "per_head: .*wq.* no module"),
         (HEADS, {"per_head": 5}, "per_head: .*wq.* found 12 rows"),
         (HEADS, {"per_head": 1}, "per_head: found 1, expected True, False or"),
-        (IN_TURN, {"per_head": 4}, "found queries, keys, values in unknown order"),
+        (ODD, {"per_head": 4}, "found queries, keys, values in unknown order"),
     ],
 )
 def test_mistakes_name_the_argument_or_the_parameter(
@@ -165,8 +196,8 @@ def test_mistakes_name_the_argument_or_the_parameter(
 
 
 def test_report(capsys: pytest.CaptureFixture[str]) -> None:
-    shapes = {**BLOCK, "transformer.h.0.attn.c_attn.weight": (4, 12), "adapter.weight": (2, 4)}
-    shapes["layers.0.attention.query_key_value.weight"] = (12, 4)
+    shapes = {**BLOCK, "transformer.h.0.attn.c_attn.weight": (12, 4), "mapping.weight": (2, 4)}
+    shapes["layers.0.attention.query_key_value.weight"] = (13, 4)
     param_groups(module_of(shapes), report=True, no_decay=["norm.weight"])
     text = capsys.readouterr().out
     by_name = {line.split()[0]: line for line in text.splitlines() if line}
@@ -175,7 +206,7 @@ def test_report(capsys: pytest.CaptureFixture[str]) -> None:
         ("transformer.h.0.attn.c_attn.weight", "attn_q, attn_k, attn_v (3 matrices)"),
         ("layers.0.attention.query_key_value.weight", "attn_qkv (fused, as one matrix)"),
         ("tok_embeddings.weight", "adamw (embedding)"),
-        ("adapter.weight", "adamw (outside of any block)"),
+        ("mapping.weight", "adamw (outside of any block)"),
         ("norm.weight", "weight_decay 0.0"),
     ):
         assert kind in by_name[name]
@@ -184,28 +215,42 @@ def test_report(capsys: pytest.CaptureFixture[str]) -> None:
 
 MIXER = {
     "embed.weight": (10, 4),
-    **{f"blocks.{n}.mixer.receptance.weight": (4, 4) for n in range(2)},
-    "blocks.0.mixer.mix": (8, 4),
-    "blocks.0.moe.experts.first": (2, 4, 4),
+    **{f"blocks.{n}.mixer.receptance": (16, 24) for n in range(2)},
+    "blocks.0.mixer.mix_weight": (16, 24),
+    "blocks.0.first.0.kernel": (16, 24),
+    "blocks.0.first.1.scan": (16, 24),
+    "blocks.0.first.2.kernel": (16, 24),
     "blocks.0.attn.proj.weight": (4, 4),
     "0.weight": (4, 4),
     "blocks.0.norm.weight": (4,),
 }
 PATTERNS = r"""patterns = {
-    r"blocks\.\d+\.mixer\.mix": "mixer_mix",  # 1 of (8, 4)
-    r"blocks\.\d+\.mixer\.receptance\.weight": "mixer_receptance",  # 2 of (4, 4)
-    r"blocks\.\d+\.moe\.experts\.first": "experts_first",  # 1 of (2, 4, 4)
+    r"blocks\.\d+\.mixer\.receptance": "adamw",  # 2 of (16, 24)
+    r"blocks\.\d+\.mixer\.mix_weight": "mixer_mix_weight",  # 1 of (16, 24)
+    r"blocks\.\d+\.first\.\d+\.kernel": "first_kernel",  # 2 of (16, 24)
+    r"blocks\.\d+\.first\.\d+\.scan": "adamw",  # 1 of (16, 24)
 }"""
 
 
 def test_an_error_prints_patterns_for_the_whole_model() -> None:
     with pytest.raises(
-        ValueError, match=r"^patterns: .*\(4\), first .'blocks.0.mixer.mix"
+        ValueError, match=r"^patterns: .*\(6\), first .'blocks.0.mixer.receptance"
     ) as caught:
         param_groups(module_of(MIXER))
     assert PATTERNS in str(caught.value)
     types = types_of(module_of(MIXER), patterns=pasted(PATTERNS))
-    assert types["blocks.0.moe.experts.first"] == "experts_first"
+    assert types["blocks.0.first.2.kernel"] == "first_kernel"
+
+
+def test_lines_to_paste_match_the_refused_names_alone() -> None:
+    """Numbers become any number, unless another parameter has such a name."""
+    names = [f"blocks.0.projs.{n}.{m}.kernel" for n in range(2) for m in (0, 2)]
+    stranger = "blocks.0.projs.0.1.kernel"  # a vector, which no matrix's pattern may match
+    model = module_of({**dict.fromkeys(names, (16, 24)), stranger: (24,)})
+    with pytest.raises(ValueError, match="kernel") as caught:
+        param_groups(model)
+    groups = param_groups(model, patterns=pasted(str(caught.value)))
+    assert [name for name, _ in groups[0]["params"]] == names
 
 
 def test_unknown_matrices_are_one_type_where_asked_for() -> None:
@@ -218,14 +263,14 @@ def test_unknown_matrices_are_one_type_where_asked_for() -> None:
         Muon(param_groups(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))))
     assert [*pasted(str(caught.value)).values()] == ["matrix"]
     known = {"layers.0.attention.wq.weight": (4, 4), "tok_embeddings.weight": (10, 4)}
-    unknown = {"layers.0.mixing.weight": (4, 4), "adapter.weight": (4, 4)}
+    unknown = {"layers.0.mixing": (16, 16), "mapping.weight": (4, 4)}
     heads = {"output.weight": (10, 4), "lm_head.weight": (10, 4), "classifier.dense.weight": (4, 4)}
     model = module_of({**known, **unknown, **heads, "layers.0.norm.weight": (4,)})
     expected = {"layers.0.attention.wq.weight": "attn_q", **dict.fromkeys(unknown, "matrix")}
     assert types_of(model, unknown="matrix") == expected
-    patterns = {r"adapter\.weight": "adamw", r"output\.weight": "head"}
+    patterns = {r"mapping\.weight": "adamw", r"output\.weight": "head"}
     named = types_of(model, unknown="matrix", patterns=patterns)
-    del expected["adapter.weight"]
+    del expected["mapping.weight"]
     assert named == {**expected, "output.weight": "head"}
     with pytest.raises(ValueError, match=r"layers\.0\.mixing.*unknown='matrix'"):
         param_groups(model)

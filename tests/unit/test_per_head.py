@@ -68,7 +68,7 @@ def test_what_a_pattern_says_of_heads_holds() -> None:
 
 
 def test_unknown_matrices_stay_whole_beside_heads() -> None:
-    model = told(module_of({**GROUPED, "layers.0.odd": (12, 8)}), head_dim=3)
+    model = told(module_of({**GROUPED, "layers.0.odd": (12, 16)}), head_dim=3)
     found = counts(model, unknown="matrix", per_head=True)
     assert (found[Q], found["layers.0.odd"]) == (4, 1)
 

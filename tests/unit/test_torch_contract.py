@@ -164,7 +164,7 @@ def with_names(optimizer: Muon, state: dict[str, Any]) -> None:
 
 def without_keys(optimizer: Muon, state: dict[str, Any]) -> None:
     for group in state["param_groups"]:
-        del group["lr_multiplier"], group["eps"], group["lr"]
+        del group["muon_lr_factor"], group["eps"], group["lr"]
 
 
 def with_whole_steps(optimizer: Muon, state: dict[str, Any]) -> None:

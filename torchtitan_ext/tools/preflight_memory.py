@@ -10,7 +10,7 @@ import torch
 
 from amo_dist.config import require
 from amo_dist.distributed.layout import make_matrix, replicated_layout
-from amo_dist.operators.groups import named_parameters
+from amo_dist.operators.tree import read_tree
 from amo_dist.schedule.types import MatrixInfo
 from torchtitan_ext.config.checks import degrees
 
@@ -42,7 +42,7 @@ def groups_of(config: Any) -> Groups:
         model = models.spec(config.model).model.build()
     optimizers.require_used([model], config.optimizer)
     if config.optimizer.name == "AdamW":
-        params = [(name, parameter) for parameter, name in named_parameters([model]).items()]
+        params = [(place.name, place.parameter) for place in read_tree([model])]
         return [{"params": params, "algorithm": "adamw"}]
     return optimizers.groups_of([model], config.optimizer)
 
