@@ -19,7 +19,7 @@ _REQUIRED = ("params", "algorithm", *_NUMBERS)
 # Options of PyTorch's optimizers that are not offered, and may say so.
 _OFF = frozenset({"capturable", "maximize", "differentiable", "amsgrad"})
 # Similarity to a hyperparameter, by difflib, from which a key is taken for a misspelling of it:
-# "beta" is one of "betas" (0.89), and "wd_multiplier" is none of any.
+# "beta" is as similar to "betas" as 0.89.
 _MISSPELT = 0.87
 # Least number that counts as zero: PyTorch's ``LinearLR`` ends at -1e-18 by rounding.
 _LEAST_RATE = -1e-12

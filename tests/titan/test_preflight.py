@@ -221,7 +221,7 @@ def test_memory_is_that_of_state_and_of_logits_or_buffers() -> None:
     assert memory["at_most_bytes"] == lasting + max(memory["logits_bytes"], step)
     # Replicas multiply the buffers of the exchange.
     hybrid = report("qwen3_1.7b", 32, "--parallelism.data_parallel_replicate_degree=4")
-    assert hybrid[MEMORY]["exchange_bytes"] > 2 * memory["exchange_bytes"]
+    assert hybrid[MEMORY]["exchange_bytes"] > 1.2 * memory["exchange_bytes"]
     adamuon = report("qwen3_1.7b", 32, "--optimizer.name=AdaMuon")  # two values everywhere
     state = 8 * (muon + adamw) / 32
     assert adamuon[MEMORY]["optimizer_state_bytes"] == pytest.approx(state, rel=1e-6)
