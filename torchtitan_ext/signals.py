@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,23 @@ OUTCOME_FILE = "outcome"
 """File beside torchrun's error file in which a rank that ended in order leaves its outcome."""
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+@contextlib.contextmanager
+def handled(handler: Callable[[int, Any], None]) -> Iterator[None]:
+    """Handle SIGTERM and SIGINT while the context lasts; main thread only."""
+    previous = {number: signal.signal(number, handler) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, before in previous.items():
+            signal.signal(number, before)
+
+
+def end_at_once(*_: Any) -> None:
+    """End this process, which has made no step, as stopped."""
+    os.write(2, b"stopped before the first step: there is nothing to save\n")
+    os._exit(STOPPED)
 
 
 def end_with_parent(parent: int) -> None:
@@ -61,13 +78,13 @@ class StopSignal:
     Attributes:
         has_trained: Whether this process made a step.
         has_stopped: Whether training ended before its last step.
+        has_come: Whether this process got a signal.
         is_asked: Whether ranks were asked.
     """
 
     def __init__(self) -> None:
-        self.has_trained = self.has_stopped = self.is_asked = False
+        self.has_trained = self.has_stopped = self.has_come = self.is_asked = False
         self._grace = 0.0
-        self._has_come = threading.Event()
 
     def connect(self, device: Any, grace: float) -> None:
         """Prepare to ask all ranks.
@@ -89,7 +106,7 @@ class StopSignal:
         """Ask all ranks, on an accelerator without waiting for them or for the device."""
         import torch.distributed as dist
 
-        self._votes.fill_(int(self._has_come.is_set()))  # a copy to the device would wait for it
+        self._votes.fill_(int(self.has_come))  # a copy to the device would wait for it
         dist.all_reduce(self._votes, dist.ReduceOp.MAX)
         if self._event is not None:
             self._result.copy_(self._votes, non_blocking=True)
@@ -107,7 +124,6 @@ class StopSignal:
         """Listen for the signals while the context lasts; main thread only."""
         inbox, outbox = socket.socketpair()
         outbox.setblocking(False)
-        previous = {number: signal.signal(number, lambda *_: None) for number in _SIGNALS}
         # The interpreter runs handlers between two of its instructions: never, in a collective.
         # It writes a signal's number here at once.
         previous_fd = signal.set_wakeup_fd(outbox.fileno(), warn_on_full_buffer=False)
@@ -115,11 +131,10 @@ class StopSignal:
         thread = threading.Thread(target=self._watch, args=(inbox, is_over), daemon=True)
         thread.start()
         try:
-            yield
+            with handled(lambda *_: None):
+                yield
         finally:
             signal.set_wakeup_fd(previous_fd)
-            for number, handler in previous.items():
-                signal.signal(number, handler)
             is_over.set()
             # A process that reads ahead has a copy, which a close here would leave open.
             outbox.shutdown(socket.SHUT_WR)
@@ -130,11 +145,10 @@ class StopSignal:
     def _watch(self, inbox: socket.socket, is_over: threading.Event) -> None:
         while received := inbox.recv(1):
             if received[0] in _SIGNALS:
-                self._has_come.set()
+                self.has_come = True
                 if not self.has_trained and not is_over.is_set():
                     write_exit_reason("stopped")
-                    os.write(2, b"stopped before the first step: there is nothing to save\n")
-                    os._exit(STOPPED)
+                    end_at_once()
                 if not is_over.wait(self._grace):
                     os._exit(128 + received[0])
                 return

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -47,7 +48,7 @@ def main(args: Sequence[str] | None = None) -> int:
         print("loading PyTorch and torchtitan ...", flush=True)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent(int(os.environ.get(LAUNCHER, os.getppid())))
-    with stop_signal():
+    with stop_signal() as stop:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
         from torchtitan.tools.logging import init_logger
 
@@ -74,8 +75,12 @@ def main(args: Sequence[str] | None = None) -> int:
             rank = os.environ.get("RANK", "0")
             print(f"error (rank {rank}): {error}", file=sys.stderr, flush=True)
             return FAILED if is_failed_save else USER_ERROR
-    write_exit_reason(outcome)
+        write_exit_reason(outcome)
     if LAUNCHER in os.environ:
+        if outcome != "done" and not stop.has_come and os.environ["LOCAL_RANK"] == "0":
+            # By a signal to another node, whose launcher does not come to the meeting of launchers
+            # that have done their work: this one would wait there for five minutes.
+            os.kill(int(os.environ[LAUNCHER]), signal.SIGTERM)
         return 0
     return {"done": 0, "stopped": STOPPED, "unsaved": UNSAVED}[outcome]
 
@@ -118,10 +123,10 @@ def train(config: Any) -> str:
         elif config.comm.mode != "local_tensor":  # whose models are never initialized
             trainer = Trainer(config)
             trainer.train()
-            signal = trainer.stop_signal
-            if signal.has_stopped:
+            stop = trainer.stop_signal
+            if stop.has_stopped:
                 outcome = "stopped" if trainer.checkpointer.saves else "unsaved"
-            if not signal.has_trained and outcome == "done" and os.environ["RANK"] == "0":
+            if not stop.has_trained and outcome == "done" and os.environ["RANK"] == "0":
                 progress.info(
                     "the run in %s is complete (its checkpoint is of step %d of %d): nothing was "
                     "trained; a larger training.steps goes on",

@@ -54,6 +54,12 @@ class Command:
         assert found == status, (found, self.output()[-4000:])
         return self.output()
 
+    def first_process(self) -> int:
+        """Process 1 of the namespace in which ``unshare`` runs the command."""
+        outer = self.process.pid
+        (first,) = Path(f"/proc/{outer}/task/{outer}/children").read_text().split()
+        return int(first)
+
     def stop(self, number: signal.Signals, status: int) -> str:
         """Send a signal, and wait for the end."""
         self.process.send_signal(number)

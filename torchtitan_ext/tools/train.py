@@ -20,7 +20,7 @@ from typing import Any
 
 from torchtitan_ext import environment, train
 from torchtitan_ext.runs.run_files import complete_steps, require_unlocked
-from torchtitan_ext.signals import OUTCOME_FILE, STOPPED
+from torchtitan_ext.signals import OUTCOME_FILE, STOPPED, end_at_once, handled
 
 RANK = "torchtitan_ext.train"
 """Module that torchrun starts as a rank."""
@@ -76,7 +76,30 @@ def add_command(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train for parsed arguments.
+    """Train for parsed arguments; a stop signal ends the process with status 75.
+
+    Until torchrun handles the signals of ranks, imports and checks may take minutes, and process 1
+    of a container ignores a signal that nobody handles.
+
+    Returns:
+        The status of :func:`start`.
+
+    Raises:
+        ValueError: As of :func:`check_and_start`.
+    """
+    arguments = ["--job.config_file", args.config, *args.overrides]
+    if "RANK" in os.environ:  # torchrun's
+        os.execv(sys.executable, [sys.executable, "-u", "-m", RANK, *arguments])
+    with handled(end_at_once):
+        return check_and_start(args, arguments)
+
+
+def check_and_start(args: argparse.Namespace, arguments: list[str]) -> int:
+    """Make the checks, and start the ranks.
+
+    Args:
+        args: Parsed arguments.
+        arguments: torchtitan's arguments.
 
     Returns:
         The status of :func:`start`.
@@ -86,9 +109,6 @@ def run(args: argparse.Namespace) -> int:
             TOML, a folder that another run writes into, a number of ranks that cannot work, or a
             node that cannot meet others.
     """
-    arguments = ["--job.config_file", args.config, *args.overrides]
-    if "RANK" in os.environ:  # torchrun's
-        os.execv(sys.executable, [sys.executable, "-u", "-m", RANK, *arguments])
     print("loading PyTorch and torchtitan ...", file=sys.stderr, flush=True)
     from torchtitan_ext.config import checks, settings
     from torchtitan_ext.plugin import machine
