@@ -11,5 +11,6 @@ source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
 was_active="${VIRTUAL_ENV:-}${CONDA_PREFIX:-}"
 amo_activate "${1:-titan,plots}"
+python -m torchtitan_ext.environment 1 >/dev/null # an error where PyTorch does not see this machine's GPUs
 amo_say "ready: $(command -v python)"
 [[ -n "$was_active" ]] || amo_hint

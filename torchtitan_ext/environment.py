@@ -36,10 +36,19 @@ def set_variables(ranks: int) -> None:
 
 
 def main(ranks: str) -> None:
-    """Print the variables; ``auto`` is torchrun's number of ranks."""
-    if ranks == "auto":
-        import torch
+    """Print the variables; ``auto`` is torchrun's number of ranks.
 
+    Ends with an error where PyTorch does not see the GPUs of the machine.
+    """
+    import torch
+
+    from torchtitan_ext.plugin import machine
+
+    try:
+        machine.device_type()
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    if ranks == "auto":
         ranks = str(torch.accelerator.device_count() or os.cpu_count())
     print("\n".join(f"{name}={value}" for name, value in variables(int(ranks)).items()))
 

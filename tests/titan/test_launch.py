@@ -16,11 +16,13 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
 from tests.examples import ROOT, run
+from tests.integration.processes import TRAIN, Command
 from torchtitan_ext import cli, environment
 from torchtitan_ext.plugin import machine, patches, trainer
 from torchtitan_ext.tools import train as command
@@ -69,6 +71,20 @@ def test_a_rank_whose_device_is_gone_does_not_train_on_cpu(monkeypatch: pytest.M
         patches.install()
     with_gpus(monkeypatch, 1)
     assert machine.device_type() == "cuda"
+
+
+def test_a_driver_without_a_torch_that_fits_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run on the CPU would go on for hours before somebody notices."""
+    with_gpus(monkeypatch, 0)
+    monkeypatch.setattr(machine, "_driver", lambda: "570.86.15")
+    assert cli.main(["train", CONFIG, f"--dump_folder={tmp_path}"]) == 2
+    (error,) = capsys.readouterr().err.splitlines()[-1:]
+    assert "NVIDIA's driver 570.86.15" in error
+    assert f"PyTorch {torch.__version__}, built for CUDA {torch.version.cuda}" in error
+    monkeypatch.setenv("AMO_DEVICE", "cpu")
+    assert machine.device_type() == "cpu"
 
 
 # ------------------------------------------------------------------ one environment
@@ -219,6 +235,25 @@ def test_an_end_without_the_ranks_reasons_is_a_failure(
     checkpoint = SimpleNamespace(stop_seconds=60)
     config = SimpleNamespace(dump_folder=str(tmp_path / "run"), checkpoint=checkpoint)
     assert command.start([], ["rank.py"], config, 2) == status
+
+
+@pytest.mark.parametrize(
+    ("said", "is_first_process"), [("loading PyTorch", True), ("Training on 2 ranks", False)]
+)
+def test_a_stop_before_ranks_start_is_no_failure(
+    tmp_path: Path, said: str, is_first_process: bool
+) -> None:
+    """As process 1, too, for which the kernel drops a signal without a handler."""
+    words = [*TRAIN, CONFIG, f"--dump_folder={tmp_path / 'run'}"]
+    if is_first_process:
+        own_namespace = ["unshare", "--pid", "--fork", "--kill-child"]
+        if subprocess.run([*own_namespace, "true"]).returncode:
+            pytest.skip("needs the right to make a namespace of processes")
+        words = [*own_namespace, *words]
+    node = Command(words, tmp_path)
+    node.wait_until(lambda: said in node.output())
+    os.kill(node.first_process() if is_first_process else node.process.pid, signal.SIGTERM)
+    assert "stopped before the first step: there is nothing to save" in node.end(75)
 
 
 # ------------------------------------------------------------------ why ranks failed
