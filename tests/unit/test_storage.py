@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import pickle
 import random
 import re
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 from unittest import mock
 
@@ -17,8 +18,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
-from tests.examples import ROOT
+from tests.examples import ROOT, assert_same
 from torchtitan_ext import CheckpointReader, CheckpointWriter
 from torchtitan_ext.plugin import loading, storage
 from torchtitan_ext.plugin.storage import CHECKSUMS, find_damage
@@ -223,6 +225,31 @@ def test_a_kill_leaves_metadata_last_and_checksums_before(
         assert find_damage(folder) == ""
         (folder / SHARD).write_bytes(flip((folder / SHARD).read_bytes()))
         assert find_damage(folder) == f"{SHARD} has other bytes than were written"
+
+
+def test_an_enum_that_python_pickled_by_name_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python 3.11.0 to 3.11.3, such as that of Debian 12, asks for a member by ``getattr``."""
+
+    def reduce(member: Any, protocol: int) -> tuple[Any, ...]:
+        return getattr, (type(member), member.name)
+
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", reduce)
+    folder, loaded = save(tmp_path / "saved", state(1.0)), state()
+    assert b"getattr" in (folder / ".metadata").read_bytes()
+    plain_recipe(loaded, folder)
+    assert_same(loaded, state(1.0))
+    reader = storage._Unpickler(io.BytesIO(pickle.dumps(Attribute())))
+    with pytest.raises(ValueError, match="expected a member of an enum"):
+        reader.load()
+
+
+class Attribute:
+    """Unpickled, it is a method of a class that metadata may hold."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (PurePosixPath, "with_name")
 
 
 def test_nothing_else_unpickles() -> None:

@@ -7,6 +7,7 @@ notice a file that was cut, exchanged, or changed in a bit.
 
 from __future__ import annotations
 
+import enum
 import io
 import itertools
 import json
@@ -206,10 +207,18 @@ class _Unpickler(pickle.Unpickler):
     """Unpickles the classes of metadata and no others."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):  # Python 3.11.0 to 3.11.3: members of an enum
+            return _member
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or name in _KNOWN.get(module, ()):
             return super().find_class(module, name)
         raise ValueError(f"found {module}.{name}, expected classes of {_DCP} alone")
+
+
+def _member(known: Any, name: str) -> Any:
+    if isinstance(known, enum.EnumMeta):
+        return known[name]
+    raise ValueError(f"found an attribute of {known!r}, expected a member of an enum")
 
 
 class _PlainPlanner(DefaultLoadPlanner):
