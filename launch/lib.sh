@@ -97,6 +97,7 @@ amo_activate() {
     [[ -x "$AMO_VENV/bin/python" ]] || _amo_create_venv
     # shellcheck disable=SC1091
     source "$AMO_VENV/bin/activate"
+    unset PIP_CONSTRAINT # an image's pins, of setuptools too; here nothing changes the image's packages
   fi
   _amo_require_version python "delete ${AMO_VENV##*/}, or leave this environment"
   prefix="$(python -c 'import sys; print(sys.prefix)')"
@@ -159,14 +160,15 @@ amo_retry() {
   return 1
 }
 
-# amo_probe_nodes SECONDS: prints the nodes that do not pass the doctor's probe alone, in time.
+# amo_probe_nodes SECONDS: prints the nodes that do not pass the doctor's probe alone. The doctor gives its checks
+# so many seconds, and a node AMO_START_SECONDS more to start: first imports from a shared disk take minutes.
 amo_probe_nodes() {
-  local task passed node
+  local task passed node limit=$(($1 + ${AMO_START_SECONDS:=300}))
   # shellcheck disable=SC2016 # the task expands it
-  task='NODES=1 HEAD=localhost:0 RUN_ID=probe timeout -k 10 "$1" launch/doctor.sh --probe . --seconds "$1" >&2 &&
+  task='NODES=1 HEAD=localhost:0 RUN_ID=probe timeout -k 10 "$2" launch/doctor.sh --probe . --seconds "$1" >&2 &&
     echo "passed $SLURMD_NODENAME"'
   # A node whose task does not even start holds nobody up for longer than this.
-  passed="$(timeout -k 10 $(($1 + 60)) "${AMO_SRUN[@]}" bash -c "$task" probe "$1")" || true
+  passed="$(timeout -k 10 $((limit + 60)) "${AMO_SRUN[@]}" bash -c "$task" probe "$1" "$limit")" || true
   while read -r node; do
     grep -qxF "passed $node" <<<"$passed" || echo "$node"
   done < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
@@ -181,7 +183,7 @@ amo_probe_network() {
     options=(--nodes="$#" --nodelist="$(IFS=,; echo "$*")")
   fi
   export RUN_ID="probe-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}-$*"
-  timeout -k 10 $((limit + 60)) "${AMO_SRUN[@]}" "${options[@]}" launch/doctor.sh --probe . --seconds "$limit" >&2
+  timeout -k 10 $((limit + ${AMO_START_SECONDS:=300})) "${AMO_SRUN[@]}" "${options[@]}" launch/doctor.sh --probe . --seconds "$limit" >&2
 }
 
 # amo_probe_pairs SECONDS: probes each node with the next one, and prints those that fail with both neighbours.

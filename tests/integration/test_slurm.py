@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="th
 
 
 @pytest.mark.parametrize(
-    "name", ["setup.sh", "train.slurm", "doctor.sh", "quickstart.sh", "test.sh", "docs.sh"]
+    "name", sorted(path.name for path in LAUNCH.glob("*.s[hl]*") if path.name != "lib.sh")
 )
 def test_scripts_are_clean(name: str) -> None:
     assert os.access(LAUNCH / name, os.X_OK)
@@ -180,6 +180,28 @@ def test_a_node_that_fails_the_probe_is_excluded(
     assert job.run() == (status, calls)
     if status:
         assert job.run(AMO_PROBE_SECONDS="0")[0] == 0  # without probes
+
+
+def test_a_slow_start_excludes_no_node_and_a_hang_does(tmp_path: Path) -> None:
+    """A cold disk makes imports slow; the limit of a hang is that of the start and the checks."""
+    stub(
+        tmp_path,
+        "srun",
+        'shift; for node in slow hangs fails; do SLURMD_NODENAME=$node "$@" & done; wait',
+    )
+    stub(tmp_path, "scontrol", "printf 'slow\\nhangs\\nfails\\n'")
+    (tmp_path / "launch").mkdir()
+    starts = "slow) sleep 2 ;; hangs) sleep 600 ;; fails) exit 1 ;;"
+    stub(tmp_path / "launch", "doctor.sh", f'case "$SLURMD_NODENAME" in {starts} esac')
+    script = f"source {LAUNCH}/lib.sh; AMO_SRUN=(srun -q); amo_probe_nodes 1"
+    done = subprocess.run(
+        ["bash", "-c", script],
+        cwd=tmp_path,
+        env=variables(tmp_path, SLURM_JOB_NODELIST="x", AMO_START_SECONDS="9"),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert done.stdout.split() == ["hangs", "fails"]
 
 
 @pytest.mark.parametrize(

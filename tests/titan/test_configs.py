@@ -5,7 +5,10 @@ from __future__ import annotations
 import functools
 import json
 import math
+import os
 import re
+import subprocess
+import venv
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -182,8 +185,34 @@ def test_the_pods_of_a_jobset_meet_and_may_save() -> None:
     host = f"{jobset['metadata']['name']}-{replicated['name']}-0-0.{subdomain}"
     assert f"--head={host}:29500" in args
     assert pod["restartPolicy"] == "Never"  # podFailurePolicy needs it
-    config = settings.parse([f"--job.config_file={ROOT / args[1]}"], 32)
+    file = ROOT / args[1].removeprefix("/opt/amo/")  # in launch/Dockerfile's image
+    config = settings.parse([f"--job.config_file={file}"], 32)
     assert pod["terminationGracePeriodSeconds"] > config.checkpoint.stop_seconds + 30
+
+
+@pytest.mark.parametrize(
+    ("file", "kind"),
+    [("jobset.yaml", "JobsetV1alpha2JobSet"), ("trainjob.yaml", "TrainerV1alpha1TrainJob")],
+)
+def test_a_manifest_has_the_fields_of_its_kind(file: str, kind: str) -> None:
+    """A model checks the types of its fields, and leaves out a field that it does not know."""
+    kinds = pytest.importorskip("kubeflow_trainer_api.models")
+    manifest = yaml.safe_load((ROOT / "launch" / file).read_text())
+    assert getattr(kinds, kind).from_dict(manifest).to_dict() == manifest
+
+
+@pytest.mark.slow
+def test_skypilot_reads_its_file(tmp_path: Path) -> None:
+    """In an environment of its own: SkyPilot brings a hundred packages along."""
+    venv.create(tmp_path, with_pip=True)
+    python = str(tmp_path / "bin" / "python")
+    subprocess.run([python, "-m", "pip", "install", "--quiet", "skypilot==0.14.1"], check=True)
+    code = "import sky; t = sky.Task.from_yaml('launch/sky.yaml'); (r,) = t.resources; "
+    code += "print(t.num_nodes, r.accelerators['H100'], r.job_recovery['recover_on_exit_codes'])"
+    outside = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
+    outside["HOME"] = str(tmp_path)
+    found = subprocess.check_output([python, "-c", code], cwd=ROOT, env=outside, text=True)
+    assert found.splitlines()[-1] == "4 8 [75]"
 
 
 def test_the_first_run_of_a_cluster_locks() -> None:
