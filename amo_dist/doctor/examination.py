@@ -29,14 +29,14 @@ class Check:
         name: Name in its line.
         measure: Function that all ranks call; returns JSON values of this rank. An error is a
             failure.
-        figure: Text of a success, or a function that makes it from the values of all ranks, in
-            their order, and may raise `Fault`.
+        figure: Function that makes the text of a success from the values of all ranks, in their
+            order, and may raise `Fault`.
         skip: Reason to skip the check here; empty to run it.
     """
 
     name: str
     measure: Callable[[], Any] = dict
-    figure: str | Callable[[Sequence[Any]], str] = str
+    figure: Callable[[Sequence[Any]], str] = str
     skip: str = ""
 
 
@@ -125,9 +125,7 @@ def conclude(check: Check, outcomes: Sequence[Mapping[str, Any]]) -> Verdict:
             ranks = name_ranks([rank for rank, text in errors.items() if text == errors[first]])
             text = " ".join(errors[first].split())
             raise Fault(text if len(outcomes) == 1 else f"{ranks}: {text}")
-        values = [outcome["values"] for outcome in outcomes]
-        figure = check.figure if isinstance(check.figure, str) else check.figure(values)
-        return Verdict(check.name, "ok", figure)
+        return Verdict(check.name, "ok", check.figure([made["values"] for made in outcomes]))
     except Fault as fault:
         is_last = "stuck" in states or 0 < states.count("broke") < len(states)
         return Verdict(check.name, "FAIL", str(fault), is_last)

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-# Seconds for all ranks to arrive.
-MEETING_SECONDS = 60.0
+# Seconds for all ranks to arrive: first imports from a shared disk take minutes.
+MEETING_SECONDS = 300.0
 
 
 class Fault(RuntimeError):
@@ -101,7 +101,8 @@ def join(seconds: float) -> Site:
         raise Fault(f"the ranks did not meet: {error}") from error
     # A group with a missing or unlike rank could wait for good; hence the roll call comes first.
     site = call_roll(Site(rank, world_size, device, store))
-    backend, timeout = "nccl" if site.is_cuda else "gloo", datetime.timedelta(seconds=seconds)
+    # By default GPUs get NCCL, and gloo beside it for tensors of the CPU.
+    backend, timeout = None if site.is_cuda else "gloo", datetime.timedelta(seconds=seconds)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     # A thread that waits in a store blocks the other users of the same object; hence the clone.
     return dataclasses.replace(site, store=store.clone())
