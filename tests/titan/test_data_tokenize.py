@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import bz2
+import codecs
 import gzip
+import io
 import json
+import lzma
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,10 +23,12 @@ from unittest import mock
 import numpy as np
 import pyarrow.parquet
 import pytest
+import zstandard
 
 from tests.titan.data_corpus import END, bpe_folder, write_jsonl, write_packed
 from torchtitan_ext import cli
 from torchtitan_ext.data.corpus import SETTINGS, Corpus, open_packed
+from torchtitan_ext.data.pipeline import FORMATS
 from torchtitan_ext.data.tokenizers import ByteTokenizer, TiktokenTokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # of datatrove's log files
@@ -69,7 +77,7 @@ def test_good_rows_are_tokenized_and_bad_ones_counted(corpus: Path, tmp_path: Pa
     steps = json.loads((output / "logs" / "stats.json").read_text())
     (counts,) = (step["stats"] for step in steps if step["name"].endswith("rows"))
     by_reason = {name[10:]: int(n) for name, n in counts.items() if name.startswith("bad rows: ")}
-    assert by_reason == {"not JSON": 4, "not UTF-8": 1, "no text": 7}
+    assert by_reason == {"not JSON": 3, "not UTF-8": 1, "no text": 7}
     listed = "".join(path.read_text() for path in (output / "logs" / "logs").iterdir())
     assert "bad row b.jsonl:6: " in listed
     # The same text, copied later: the same corpus.
@@ -199,8 +207,60 @@ def test_other_settings_are_refused(tmp_path: Path, capsys: pytest.CaptureFixtur
         open_packed(str(output), ByteTokenizer())
 
 
-def test_a_damaged_source_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    content = gzip.compress(b'{"text": "a text"}\n' * 1000)
-    (tmp_path / "a.jsonl.gz").write_bytes(content[: len(content) // 2])
-    assert run(tmp_path, tmp_path / "out") == 2
-    assert "error: a.jsonl.gz: found a damaged file: " in capsys.readouterr().err
+def test_a_folder_is_the_same_by_another_path_and_no_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("d").mkdir()
+    write_jsonl(Path("d/a.jsonl"), [{"text": "a"}])
+    assert run("d", Path("out")) == run("./d", Path("out")) == run(tmp_path / "d", Path("out")) == 0
+    capsys.readouterr()
+    for output in ("d", "./d"):
+        assert run("d", Path(output)) == 2
+        assert capsys.readouterr().err.startswith("error: --output: found the folder of the source")
+    assert texts_of(Path("out")) == ["a"]
+
+
+# ------------------------------------------------------------------ files by suffix
+
+COMPRESS: dict[str, Callable[[bytes], bytes]] = {
+    "": bytes,
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": lambda content: zstandard.compress(content, 3),
+}
+ROWS = [{"text": f"text {i} é"} for i in range(4)]
+
+
+def file_of(suffix: str) -> bytes:
+    """Rows in several frames, with a byte order mark, Windows' ends of lines, and a blank last."""
+    if suffix == ".parquet":
+        file = io.BytesIO()
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), file, row_group_size=2)
+        return file.getvalue()
+    if suffix == ".txt":
+        return codecs.BOM_UTF8 + "text é\r\n".encode()
+    compress = COMPRESS[suffix.removeprefix(".jsonl").removeprefix(".json")]
+    lines = [json.dumps(row, ensure_ascii=False).encode() + b"\r\n" for row in ROWS]
+    parts = codecs.BOM_UTF8 + lines[0], b"".join(lines[1:3]), lines[3] + b"\r\n\n"
+    return b"".join(map(compress, parts))
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_a_file_of_each_suffix_is_read_whole_or_named(
+    suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, content = tmp_path / "source", file_of(suffix)
+    source.mkdir()
+    (source / f"a{suffix.upper()}").write_bytes(content)
+    assert run(source, tmp_path / "out", "--max-bad-rows=0") == 0
+    expected = ["text é\r\n"] if suffix == ".txt" else [row["text"] for row in ROWS]
+    assert texts_of(tmp_path / "out") == expected
+    if suffix in (".txt", ".jsonl", ".json"):
+        return
+    capsys.readouterr()
+    (source / f"a{suffix.upper()}").write_bytes(content[:-9])
+    assert run(source, tmp_path / "cut", "--max-bad-rows=1") == 2
+    error = capsys.readouterr().err
+    assert re.search(rf"error: a\{suffix.upper()}: found a damaged file: \w+: \w+", error), error

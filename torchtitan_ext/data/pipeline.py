@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import array
+import codecs
 import functools
+import io
 import math
 import os
 from collections.abc import Iterable, Iterator
@@ -15,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import orjson
+import zstandard
 from datatrove.data import Document
 from datatrove.pipeline.readers import ParquetReader
 from datatrove.pipeline.tokens import DocumentTokenizer
@@ -34,7 +37,7 @@ class Rows(ParquetReader):
     """Documents of parquet, JSON lines and plain text, one document per text file.
 
     ``datatrove``'s readers pass over a row without text or a line that is no JSON. Here bad rows
-    are counted by reason, named in the log of the task, and limited.
+    are counted by reason, named in the log of the task, and limited. Blank lines are no rows.
 
     Args:
         folder: Path or URL that ``fsspec`` opens.
@@ -63,21 +66,28 @@ class Rows(ParquetReader):
         """Good documents of a file.
 
         Raises:
-            ValueError: The file is damaged; names it.
+            ValueError: The file is damaged; names it and the reason.
         """
         try:
             yield from self._documents(filepath)
-        except (OSError, EOFError, ValueError) as error:
-            raise ValueError(f"{filepath}: found a damaged file: {error}") from error
+        except Exception as error:  # each compression has errors of its own
+            reason = f"{type(error).__name__}: {error}"
+            raise ValueError(f"{filepath}: found a damaged file: {reason}") from error
 
     def _documents(self, filepath: str) -> Iterator[Document]:
         name = filepath.lower()
         if name.endswith(".parquet"):
             yield from super().read_file(filepath)
             return
-        is_rows = name.endswith(JSON_LINES)
-        with self.data_folder.open(filepath, "rb", compression="infer") as file:
+        is_rows, is_zst = name.endswith(JSON_LINES), name.endswith(".zst")
+        compression = None if is_zst else "infer"
+        with self.data_folder.open(filepath, "rb", compression=compression) as opened:
+            file: Any = io.BufferedReader(Zstandard(opened), 2**20) if is_zst else opened
             for number, content in enumerate(file if is_rows else [file.read()]):
+                if number == 0:
+                    content = content.removeprefix(codecs.BOM_UTF8)
+                if is_rows and not content.strip():
+                    continue  # often the last line
                 try:
                     row = orjson.loads(content) if is_rows else {self.text_key: content.decode()}
                 except ValueError:
@@ -114,6 +124,46 @@ class Rows(ParquetReader):
                 f"--max-bad-rows: found {num_bad} bad rows among {num_rows}, expected a share of "
                 f"at most {self.max_bad_rows:g}; logs/logs names them"
             )
+
+
+class Zstandard(io.RawIOBase):
+    """The content of all frames of a .zst file.
+
+    The reader of ``zstandard`` gives no lines, and takes a file that was cut for a whole one.
+
+    Args:
+        file: The compressed file, open for reading.
+    """
+
+    def __init__(self, file: Any) -> None:
+        self._file, self._input, self._output = file, b"", memoryview(b"")
+        self._frame: Any = None
+        self._zstandard = zstandard.ZstdDecompressor(max_window_size=2**31)
+
+    def readable(self) -> bool:
+        """Yes."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill a part of the buffer; returns the number of its bytes, 0 at the end.
+
+        Raises:
+            EOFError: The file ends within a frame.
+        """
+        while not self._output:
+            self._input = self._input or self._file.read(2**17)
+            if not self._input and self._frame:
+                raise EOFError("the file ends within a frame")
+            if not self._input:
+                return 0
+            self._frame = self._frame or self._zstandard.decompressobj()
+            self._output = memoryview(self._frame.decompress(self._input))
+            self._input = self._frame.unused_data
+            if self._frame.eof:
+                self._frame = None
+        size = min(len(buffer), len(self._output))
+        buffer[:size], self._output = self._output[:size], self._output[size:]
+        return size
 
 
 class Tokens(DocumentTokenizer):

@@ -58,7 +58,9 @@ def tokenize(args: argparse.Namespace) -> int:
         eos_token=args.eos_token,
     )
     built = tokenizer.build(tokenizer_path=args.tokenizer_path)
-    source = os.path.expanduser(args.source)
+    source = place(args.source)
+    if os.path.abspath(args.output) == source:
+        raise ValueError(f"--output: found the folder of the source, {source!r}, expected another")
     own = f"{os.path.relpath(args.output, source)}/"  # The logs are JSON, too.
     paths = [
         path
@@ -71,9 +73,11 @@ def tokenize(args: argparse.Namespace) -> int:
     listing = "".join(f"{path}\n" for path in paths)
     file = args.output / SETTINGS
     saved = json.loads(file.read_text()) if file.exists() else {}
+    if "source" in saved:
+        saved["source"] = place(saved["source"])
     num_cores = len(os.sched_getaffinity(0))
     settings = {
-        "source": args.source,
+        "source": source,
         "files": hashlib.sha256(listing.encode()).hexdigest()[:16],
         "tokenizer": built.identity,
         "text_field": args.text_field,
@@ -107,6 +111,11 @@ def tokenize(args: argparse.Namespace) -> int:
         print(f"{open_packed(str(args.output), built).num_tokens} tokens")
         print(f'[dataloader] dataset = "packed", dataset_path = "{args.output}"')
     return 0
+
+
+def place(source: str) -> str:
+    """A folder by its whole path, and a URL as it is."""
+    return source if "://" in source else os.path.abspath(os.path.expanduser(source))
 
 
 def add_command(subparsers: Any) -> None:
