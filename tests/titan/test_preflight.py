@@ -92,6 +92,8 @@ def test_memory_is_that_of_state_and_of_logits_or_buffers() -> None:
     assert memory["optimizer_state_bytes"] == pytest.approx((4 * muon + 8 * adamw) / 32, rel=1e-6)
     assert memory["parameters_bytes"] == pytest.approx(4 * (muon + adamw) / 32, rel=1e-6)
     lasting = sum(memory[f"{key}_bytes"] for key in ("parameters", "gradients", "optimizer_state"))
+    assert memory["nccl_bytes"] == 7 * 470e6  # to the seven others of a node
+    lasting += memory["nccl_bytes"]
     step = memory["exchange_bytes"] + memory["newton_schulz_bytes"]
     assert memory["at_most_bytes"] == lasting + max(memory["logits_bytes"], step)
     # Replicas multiply the buffers of the exchange.

@@ -12,6 +12,7 @@ from typing import Any
 from amo_dist.schedule.types import MatrixInfo
 from torchtitan_ext.tools.command import printable
 
+GPUS_OF_A_NODE = 8
 MOST_RANKS = 32_768
 """Most ranks to lay out: half a minute of work."""
 
@@ -205,7 +206,12 @@ def _run(config: Any, groups: Any, dims: Any) -> dict[str, Any]:
 
 def _costs(config: Any, groups: Any, dims: Any, steps: Mapping[str, int]) -> dict[str, Any]:
     """Work and traffic of the ranks in an optimizer step, and their memory."""
-    from torchtitan_ext.tools.preflight_memory import logit_bytes, memory_of, registry_of
+    from torchtitan_ext.tools.preflight_memory import (
+        NCCL_PEER_BYTES,
+        logit_bytes,
+        memory_of,
+        registry_of,
+    )
     from torchtitan_ext.tools.step_cost import StepCost, lay_out
 
     memory, registry = memory_of(config, groups, dims), registry_of(groups)
@@ -220,6 +226,7 @@ def _costs(config: Any, groups: Any, dims: Any, steps: Mapping[str, int]) -> dic
         muon = config.optimizer.amo if config.optimizer.name == "AMO" else config.optimizer.muon
         cost = StepCost(registry, matrices, steps, ranks, config=muon)
         exchange, newton_schulz = cost.memory()
+        memory["nccl_bytes"] = NCCL_PEER_BYTES * (min(ranks, GPUS_OF_A_NODE) - 1)
         step = {
             "owners": len({job.owner for job in cost.jobs}),
             "busiest / mean": (cost.flops.max() / cost.flops.mean()).item(),
