@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Tries the optimizer on one GPU, in at most eight minutes, and writes a page of verdicts:
+# Tries the optimizer on one GPU, in at most nine minutes, and writes a page of verdicts after each part:
 #
-#   launch/gpu_trial.sh gpu_trial           # trial.json and trial.md in this folder
+#   launch/gpu_trial.sh gpu_trial                  # trial.json and trial.md in this folder
+#   launch/gpu_trial.sh gpu_trial --dion ../dion    # with a checkout of microsoft/dion as a peer
 #
 # Needs an installed PyTorch >= 2.11; pytest too, for one of its parts. Runs in whatever Python is active.
 # Without a GPU everything runs small on the CPU.

@@ -421,6 +421,9 @@ class _Stream(contextlib.nullcontext[None]):
     def synchronize(self) -> None:
         _device().wait("synchronize")
 
+    def is_capturing(self) -> bool:
+        return False
+
 
 def _replacements(device: Device) -> Iterator[tuple[Any, str, Any]]:
     """Owner, name, and what stands for it."""

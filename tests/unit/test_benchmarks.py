@@ -1,12 +1,19 @@
 from __future__ import annotations
 
+import argparse
+import contextlib
 import json
+import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import gpu_trial, launches, newton_schulz
+from tests.integration.processes import CPU, Command
+from tests.simulated_device import simulated_device
 
 
 def test_newton_schulz_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -39,15 +46,64 @@ def test_a_step_on_devices_takes_few_launches(
     assert row["bytes_per_element"] < num_bytes
 
 
-def test_the_gpu_trial_runs_small_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fails = {"no such part": (20, [sys.executable, "-c", "raise SystemExit(3)"])}
-    all_parts = gpu_trial.parts(tmp_path)
-    names = ("collectives", "step, master weights", "observation")
-    few = {name: all_parts[name] for name in names}
-    monkeypatch.setattr(gpu_trial, "parts", lambda folder: few | fails)
-    assert gpu_trial.run_all(tmp_path, None) == 1
+def test_the_trial_writes_what_each_part_found(tmp_path: Path) -> None:
+    python = [sys.executable, "-c"]
+    hangs = "import time; print('{\"is\": 1}'); print('a warning', flush=True); time.sleep(600)"
+    commands = {
+        "collectives": (600, gpu_trial.parts(tmp_path)["collectives"][1]),
+        "no such part": (20, [*python, "raise SystemExit('the cause')"]),
+        "hangs at its end": (2, [*python, hangs]),
+    }
+    assert gpu_trial.run_all(tmp_path, commands, 10_000) == 1
     results = json.loads((tmp_path / "trial.json").read_text())["parts"]
-    assert [result["status"] for result in results.values()] == [0, 0, 0, 3]
-    page = (tmp_path / "trial.md").read_text()
-    assert "| no such part | FAILED |" in page
-    assert "ms of the host, median" in page
+    assert [result["status"] for result in results.values()] == [0, 1, 124]
+    assert results["collectives"]["figures"]["backend"] == "gloo"
+    assert results["hangs at its end"]["figures"] == {"is": 1}
+    rows = [line.split(" | ") for line in (tmp_path / "trial.md").read_text().splitlines()]
+    found = {row[0].removeprefix("| "): (row[1], row[3]) for row in rows if len(row) == 4}
+    assert found["no such part"] == ("FAILED", "the cause |")
+    assert found["hangs at its end"] == ("took too long", "a warning |")
+    assert gpu_trial.run_all(tmp_path, commands, seconds=0) == 1
+    assert "| collectives | not run | 0 |  |" in (tmp_path / "trial.md").read_text()
+
+
+@pytest.mark.slow
+def test_every_part_of_the_trial_ends_on_a_cpu(tmp_path: Path) -> None:
+    parts = gpu_trial.parts(tmp_path)
+    gpu_trial.run_all(tmp_path, {name: (600, parts[name][1]) for name in parts}, 3600)
+    results = json.loads((tmp_path / "trial.json").read_text())["parts"]
+    # Tests that need CUDA are skipped, which pytest counts as none run.
+    tails = {name: result["tail"] for name, result in results.items() if result["status"]}
+    assert tails == {}, tails
+
+
+def test_a_stop_of_the_trial_leaves_a_page_and_no_process(tmp_path: Path) -> None:
+    mark = f"AMO_TRIAL={tmp_path}"
+    words = [sys.executable, "-m", "benchmarks.gpu_trial", "all", "--folder", str(tmp_path)]
+    words += ["--only", "doctor, four ranks of one GPU"]
+    trial = Command(words, tmp_path, {**CPU, "AMO_TRIAL": str(tmp_path)})
+
+    def processes() -> list[str]:
+        found = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                if mark.encode() in path.read_bytes().split(b"\0"):
+                    found.append(path.parent.name)
+        return found
+
+    trial.wait_until(lambda: len(processes()) >= 6)  # trial, torchrun, and its four ranks
+    trial.stop(signal.SIGTERM, 143)
+    while processes():  # a rank ends at the death of torchrun
+        time.sleep(0.05)
+    assert "| not run | 0 | stopped |" in (tmp_path / "trial.md").read_text()
+
+
+# The simulation has no attention of PyTorch, and so no training; FSDP2 has tests of its own on it.
+@pytest.mark.parametrize("part", [name for name in gpu_trial.OWN_PARTS if name != "training"])
+def test_parts_of_the_trial_run_on_a_simulated_device(
+    part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_trial, "DEVICE", torch.device("cuda", 0))
+    options = argparse.Namespace(schedule="types", optimizer="Muon", master=True, dion=None)
+    with simulated_device():
+        assert getattr(gpu_trial, part)(options)
