@@ -120,9 +120,10 @@ def recorded(model: nn.Module) -> dict[str, Line]:
     sites = sites_by_name([model])
     found: dict[str, Line] = {}
     for name in shapes:
-        views, _ = find_views(name, {}, shapes, sites[name])
+        site = sites.get(name, Site())  # a weight that PyTorch makes of others has no module
+        views, _ = find_views(name, {}, shapes, site)
         kind = type(model.get_submodule(name.rpartition(".")[0])).__name__
-        heads = sites[name].heads
+        heads = site.heads
         if heads.query and any(in_heads(view.operator_type) for view in views or ()):
             sizes = ".".join(map(str, dataclasses.astuple(heads)))
             kind = f"{kind}@{sizes}".removesuffix(".0")

@@ -18,6 +18,7 @@ import amo_dist
 from amo_dist import AMO, AMOConfig, Muon, MuonConfig, param_groups
 from tests.distributed import models
 from tests.examples import DOCUMENTS, ROOT, code_blocks, fill
+from tests.printed import not_run_table, printed_commands, prose
 
 with warnings.catch_warnings():
     # torchtitan compiles a module on import, and a part of torch that this needs is deprecated.
@@ -55,7 +56,11 @@ def command_table() -> str:
 def tables() -> dict[str, tuple[str, str]]:
     """A page, and the table that it must hold between two comments, by the name in them."""
     found = {config.__name__: ("docs/settings.md", table(config)) for config in CONFIGS}
-    return {**found, "commands": ("docs/commands.md", command_table())}
+    return {
+        **found,
+        "commands": ("docs/commands.md", command_table()),
+        "not run": ("docs/commands.md", not_run_table()),
+    }
 
 
 @pytest.mark.parametrize("name", tables())
@@ -86,11 +91,6 @@ def test_arguments_have_the_defaults_of_their_table() -> None:
 # ---------------------------------------------------------------- links and names
 
 
-def prose(text: str) -> str:
-    """A document without its blocks of code."""
-    return re.sub(r"^ *```.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL)
-
-
 def links(text: str) -> list[tuple[str, str]]:
     """Path and heading of each link and picture that does not leave the project."""
     pictures = [(path, "") for path in re.findall(r'<img src="([^"]+)"', prose(text))]
@@ -119,20 +119,6 @@ def paths(text: str) -> set[str]:
 
 
 # ---------------------------------------------------------------- commands
-
-
-def printed_commands(text: str) -> list[list[str]]:
-    """The words of each command in a document's shell blocks, and of those in its sentences."""
-    blocks = code_blocks(text, "(?:bash|sh)")
-    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-    sentences = re.sub(r"^\|.*?$", "", prose(text), flags=re.MULTILINE)
-    quoted = [each for each in re.findall(r"`([^`]+)`", sentences) if "<" not in each]
-    lines += [" ".join(each.split()) for each in quoted if re.match(PROGRAMS, each)]
-    words = [shlex.split(line, comments=True) for line in lines]
-    return [line for line in words if line]
-
-
-PROGRAMS = r"(?:amo|python|torchrun|pip|(?:\./)?launch/[\w.]+|bash|sbatch) (?!\.\.\.)"
 
 
 def mistake(words: list[str]) -> str | None:

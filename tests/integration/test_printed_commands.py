@@ -6,6 +6,7 @@ Those for a cluster or for GPUs run dry: their configs are read, checked and lai
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
 import signal
@@ -17,9 +18,10 @@ import pytest
 from torchtitan.config.manager import ConfigManager
 from torchtitan.config.override import apply_overrides
 
-from tests.integration.processes import PLAIN, ROOT, Command
+from tests.integration.image import checkout
+from tests.integration.processes import PLAIN, ROOT, TRAIN, Command
 from tests.integration.titan_ranks import Run
-from tests.test_docs import printed_commands
+from tests.printed import commands_of_pages, need, printed_commands
 from tests.titan.data_corpus import bpe_folder, write_jsonl
 from torchtitan_ext.cli import build_parser, main
 from torchtitan_ext.plugin import machine
@@ -42,7 +44,7 @@ def start(words: list[str], folder: Path) -> Command:
 
 
 @pytest.fixture
-def checkout(tmp_path: Path) -> Path:
+def torchtitans(tmp_path: Path) -> Path:
     """What torchtitan's checkout holds of data: a tokenizer, and rows of text."""
     assets = tmp_path / "tests" / "assets"
     shutil.copytree(bpe_folder(), assets / "tokenizer")
@@ -52,15 +54,15 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_stock_config_trains_on_cpus_stops_and_goes_on(checkout: Path) -> None:
-    words, run = printed("--config llama3.llama3_debugmodel"), Run(checkout / "outputs", 2)
-    command = start(words, checkout)
+def test_a_stock_config_trains_on_cpus_stops_and_goes_on(torchtitans: Path) -> None:
+    words, run = printed("--config llama3.llama3_debugmodel"), Run(torchtitans / "outputs", 2)
+    command = start(words, torchtitans)
     command.wait_until(lambda: 2 in run.losses())  # before the end of a step nothing is saved
     command.stop(signal.SIGTERM, 1)  # torchrun passes it on; success would be a finished run
     (stopped,) = run.complete()
     assert stopped == max(run.losses()) < 10, command.output()[-4000:]
 
-    output = start(words, checkout).end()
+    output = start(words, torchtitans).end()
     assert [*run.losses()] == [*range(1, 11)]
     assert f"training resumes at step {stopped + 1} of 10" in output
     source = find_source(run.folder / "checkpoint" / "step-10")
@@ -93,6 +95,38 @@ def test_the_doctor_probes_this_machine(tmp_path: Path) -> None:
     output = start(printed("doctor.sh --probe", "launch/README.md"), tmp_path).end()
     assert "ok   network: " in output
     assert "ok   disk: " in output
+
+
+# ------------------------------------------------------------------ as printed
+
+ELSEWHERE = {
+    ".*(llama3_debugmodel|debug_llama3|--dry-run|doctor.sh --probe)": "tests above",
+    ".*(mixer.toml|experiment.small)": "tests/integration/test_extend.py",
+    ".*(trainer.py|test_recipes.py)": "tests/test_recipes.py",
+    "python -m amo_dist plan": "a name without its options; tests/unit/test_cli_plan.py",
+    "python -m benchmarks.amo_paper": "likewise; benchmarks/amo_paper/tests",
+}
+"""Where a command runs that is not run below, by a pattern of it."""
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A clone with a finished run of the quickstart, which is shorter than the script's."""
+    folder = checkout(tmp_path_factory.mktemp("clone"))
+    shutil.rmtree(folder / "outputs")
+    short = ["observe_until=4", "observe_every=2", "transition_steps=3"]
+    options = ["--training.steps=10", *(f"--optimizer.amo.{each}" for each in short)]
+    Command([*TRAIN, "configs/quickstart.toml", *options], folder).end()
+    return folder
+
+
+@pytest.mark.parametrize(
+    "command",
+    [c for c in commands_of_pages() if not need(c) and not any(re.match(p, c) for p in ELSEWHERE)],
+)
+def test_a_command_runs_as_printed(command: str, clone: Path) -> None:
+    environment = {**PLAIN, "PYTHONPATH": str(clone), "OMP_NUM_THREADS": "1"}
+    Command(shlex.split(command), clone, environment).end()
 
 
 # ------------------------------------------------------------------ dry runs
