@@ -327,7 +327,8 @@ def equality(options: argparse.Namespace) -> dict[str, Any]:
     figures = {}
     for name in ("AMO", "Muon", "NorMuon", "AdaMuon"):
         (start, end, plan), (_, other, other_plan) = (run_on(d, name) for d in ("cpu", DEVICE.type))
-        assert getattr(plan, "steps", None) == getattr(other_plan, "steps", None), (plan, other_plan)
+        plans = [own and own.allocation for own in (plan, other_plan)]
+        assert plans[0] == plans[1], (name, plans)
         moved = {key: (end[key] - start[key]).norm() for key in end}
         worst = max(float((other[key] - end[key]).norm() / moved[key]) for key in end)
         figures[f"{name}: greatest difference from the CPU, of the distance moved"] = worst

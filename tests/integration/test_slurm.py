@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="th
 
 
 @pytest.mark.parametrize(
-    "name", ["setup.sh", "train.slurm", "doctor.sh", "quickstart.sh", "test.sh", "docs.sh"]
+    "name", sorted(path.name for path in LAUNCH.glob("*.s[hl]*") if path.name != "lib.sh")
 )
 def test_scripts_are_clean(name: str) -> None:
     assert os.access(LAUNCH / name, os.X_OK)
