@@ -30,7 +30,7 @@ def run_doctor(args: argparse.Namespace) -> int:
         1 on rank 0 if a check failed, else 0.
 
     Raises:
-        ValueError: ``--seconds`` is no time.
+        ValueError: ``--seconds`` is no time, or PyTorch sees no GPU under NVIDIA's driver.
     """
     if not 0 < args.seconds <= 86_400:
         raise ValueError(f"--seconds: found {args.seconds}, expected a number > 0 and <= 86400")
@@ -41,6 +41,8 @@ def run_doctor(args: argparse.Namespace) -> int:
     from amo_dist.doctor.examination import examine
     from amo_dist.doctor.site import Fault, join
 
+    if os.environ.get("AMO_DEVICE") != "cpu":
+        machine.require_usable_driver()
     is_first = os.environ.get("RANK", "0") == "0"
 
     def print_first(line: object) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
+import re
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -39,6 +41,33 @@ def checks(site: Site, folder: Path | None = None) -> list[Check]:
     if folder is not None:
         listed.append(Check("disk", functools.partial(disk, site, folder), speed_figure))
     return listed
+
+
+def require_usable_driver() -> None:
+    """Refuse NVIDIA's driver under which this PyTorch sees no GPU, unless the GPUs are hidden.
+
+    Raises:
+        ValueError: Names the driver's version and that of PyTorch.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None and (version := nvidia_driver()):
+        raise ValueError(
+            f"AMO_DEVICE: found NVIDIA's driver {version} on {socket.gethostname()}, under which "
+            f"PyTorch {torch.__version__}, built for CUDA {torch.version.cuda}, sees no GPU; "
+            "expected a driver and a build that fit (launch/README.md has a table); "
+            "AMO_DEVICE=cpu runs on CPUs"
+        )
+
+
+def nvidia_driver() -> str:
+    """Version of NVIDIA's driver whose devices this process may use; empty without one."""
+    version = Path("/proc/driver/nvidia/version")
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    # A container without GPUs shows the version of its host, but not the device.
+    if is_hidden or not (version.exists() and Path("/dev/nvidiactl").exists()):
+        return ""
+    number = re.search(r"\d+\.\d[\d.]*", version.read_text())
+    return number[0] if number else "of an unknown version"
 
 
 # ------------------------------------------------------------------ arithmetic

@@ -230,9 +230,7 @@ def test_all_that_reads_a_file_goes_through_one_door() -> None:
         for line in path.read_text().splitlines()
         if reads.search(line) and "files.read_bytes(" not in line
     }
-    # The machine's file is the driver's, under /proc.
     allowed = {
-        "plugin/machine.py",
         "data/corpus.py",
         "runs/files.py",
         "tools/report/command.py",

@@ -21,6 +21,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
+from amo_dist.doctor import machine as doctor_machine
 from tests.examples import ROOT, run
 from tests.integration.processes import TRAIN, Command
 from torchtitan_ext import cli, environment
@@ -78,7 +79,7 @@ def test_a_driver_without_a_torch_that_fits_is_an_error(
 ) -> None:
     """A run on the CPU would go on for hours before somebody notices."""
     with_gpus(monkeypatch, 0)
-    monkeypatch.setattr(machine, "_driver", lambda: "570.86.15")
+    monkeypatch.setattr(doctor_machine, "nvidia_driver", lambda: "570.86.15")
     assert cli.main(["train", CONFIG, f"--dump_folder={tmp_path}"]) == 2
     (error,) = capsys.readouterr().err.splitlines()[-1:]
     assert "NVIDIA's driver 570.86.15" in error

@@ -121,3 +121,14 @@ def test_a_launcher_without_its_other_ranks(
     assert capsys.readouterr().out.startswith("FAIL ranks")
     assert main(["doctor", "--seconds", "0"]) == 2
     assert "--seconds" in capsys.readouterr().err
+
+
+def test_a_driver_under_which_pytorch_sees_no_gpu_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(machine, "nvidia_driver", lambda: "570.86.15")
+    monkeypatch.delenv("AMO_DEVICE", raising=False)
+    assert main(["doctor"]) == 2
+    error = capsys.readouterr().err
+    assert "found NVIDIA's driver 570.86.15" in error
+    assert f"PyTorch {torch.__version__}" in error

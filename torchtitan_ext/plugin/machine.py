@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-import re
 import resource
 import socket
 import sys
-from pathlib import Path
 from typing import Literal
 
 import torch
+
+from amo_dist.doctor.machine import require_usable_driver
 
 
 def is_old(version: str) -> bool:
@@ -43,13 +43,8 @@ def device_type() -> str:
     """
     wanted = os.environ.get("AMO_DEVICE", "")
     available = torch._utils._get_available_device_type()
-    if available is None and not wanted and _driver():
-        raise ValueError(
-            f"AMO_DEVICE: found NVIDIA's driver {_driver()} on {socket.gethostname()}, under which "
-            f"PyTorch {torch.__version__}, built for CUDA {torch.version.cuda}, sees no GPU; "
-            "expected a driver and a build that fit (launch/README.md has a table); "
-            "AMO_DEVICE=cpu trains on CPUs"
-        )
+    if not wanted:
+        require_usable_driver()
     if wanted == "cpu" or (available in (None, "mps") and not wanted):
         return "cpu"
     if wanted not in ("", available):
@@ -58,17 +53,6 @@ def device_type() -> str:
             f"expected {wanted!r}; AMO_DEVICE=cpu trains on CPUs"
         )
     return str(available)
-
-
-def _driver() -> str:
-    """Version of NVIDIA's driver whose devices this process may use; empty without one."""
-    version = Path("/proc/driver/nvidia/version")
-    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    # A container without GPUs shows the version of its host, but not the device.
-    if is_hidden or not (version.exists() and Path("/dev/nvidiactl").exists()):
-        return ""
-    found = re.search(r"\d+\.\d[\d.]*", version.read_text())
-    return found[0] if found else "of an unknown version"
 
 
 def spmd_backend() -> Literal["partial_dtensor", "spmd_types"]:
