@@ -147,6 +147,8 @@ class Step:
     observe_seconds: float = 0.0
 
 
+# Stands for the weight of a piece outside of `UpdateRule.post`.
+_NOTHING = torch.empty(0, device="cpu")
 # A change of a parameter: its piece, or None for all of it; and its gradient of AdamW, its
 # orthogonalized momentum, or its new weights.
 Change: TypeAlias = tuple[Param, "Piece | None", Tensor]
@@ -671,28 +673,26 @@ class Engine:
 
     def _finish(self, step: Step, sums: MatrixSums) -> None:
         """Run the rule's `post`, and apply its state and updates."""
-        pieces, stored = [piece for piece, _ in step.results], []
-        for piece in pieces:
-            weight, state = step.weights[piece.param.index], step.states[piece.param.index]
-            own = {name: x for name, x in state.items() if name not in (MOMENTUM, ROUNDED_OFF)}
-            source = piece.region.source
-            own = {name: cut_like(x, source, weight.shape) for name, x in own.items()}
-            stored.append(own)
-            piece.weight, piece.state = piece.view(weight), dict(own)
-            if self.rule.sets_weights and ROUNDED_OFF in state:
-                piece.weight = piece.weight + piece.view(state[ROUNDED_OFF])
+        pieces = [piece for piece, _ in step.results]
+        stored: list[tuple[Piece, str, Tensor]] = []
         try:
+            for piece in pieces:
+                weight, state = step.weights[piece.param.index], step.states[piece.param.index]
+                own = [name for name in state if name not in (MOMENTUM, ROUNDED_OFF)]
+                source = piece.region.source
+                piece.state = {name: cut_like(state[name], source, weight.shape) for name in own}
+                stored += [(piece, name, x) for name, x in piece.state.items()]
+                piece.weight = piece.view(weight)
+                if self.rule.sets_weights and ROUNDED_OFF in state:
+                    piece.weight = piece.weight + piece.view(state[ROUNDED_OFF])
             with record_function("amo::post"):
                 updates = self.rule.post([x for _, x in step.results], pieces, sums)
-            targets = [x for own in stored for x in own.values()]
-            new = [
-                piece.state[name] for piece, own in zip(pieces, stored, strict=True) for name in own
-            ]
-            set_weights(targets, new, skip_mask=step.skip_mask)
+            new = [piece.state[name] for piece, name, _ in stored]
+            set_weights([x for _, _, x in stored], new, skip_mask=step.skip_mask)
             self._apply(step, list(zip(pieces, updates, strict=True)))
         finally:
             for piece in pieces:  # nothing holds tensors longer than a step
-                del piece.weight, piece.state
+                piece.weight, piece.state = _NOTHING, {}
 
     def _apply(self, step: Step, pairs: Sequence[tuple[Piece, Tensor]]) -> None:
         """Decay pieces of parameters, and subtract their scaled updates; or set new weights."""
