@@ -148,7 +148,7 @@ def ranks_of_exchanges(rank: int, world_size: int) -> list[tuple[int, ...]]:
             tensor = distribute_tensor(whole, axes, placements)  # type: ignore[arg-type]
             tensors[f"layers.{number}.{name}"] = nn.Parameter(tensor)
     model = models.build(tensors)
-    groups = param_groups(model, unknown="matrix")
+    groups = param_groups(model, patterns={r"layers\..*": "mlp_up"})
     optimizer = Muon(groups, lr=0.1, config=MuonConfig(bucket_bytes=64))
     models.set_gradients(model, 1, 1)
     with spy() as step:
