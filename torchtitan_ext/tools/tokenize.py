@@ -107,7 +107,8 @@ def tokenize(args: argparse.Namespace) -> int:
     ]
     module = importlib.import_module(f"datatrove.executor.{args.executor}")
     executor = getattr(module, f"{args.executor.title()}PipelineExecutor")
-    logs = str(args.output / "logs")
+    # A whole path: fsspec remembers a folder by its text, whatever the working directory.
+    logs = os.path.abspath(args.output / "logs")
     executor(pipeline, tasks=settings["tasks"], logging_dir=logs, **options).run()
     if args.executor == "local":
         print(f"{open_packed(str(args.output), built).num_tokens} tokens")
