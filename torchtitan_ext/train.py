@@ -79,8 +79,8 @@ def main(args: Sequence[str] | None = None) -> int:
         write_exit_reason(outcome)
     if LAUNCHER in os.environ:
         if outcome != "done" and not stop.has_come and os.environ["LOCAL_RANK"] == "0":
-            # By a signal to another node, whose launcher does not come to the meeting of launchers
-            # that have done their work: this one would wait there for five minutes.
+            # A signal to another node stopped the run, and that node's launcher does not come to
+            # the meeting of launchers: this one would wait there for five minutes.
             os.kill(int(os.environ[LAUNCHER]), signal.SIGTERM)
         return 0
     return {"done": 0, "stopped": STOPPED, "unsaved": UNSAVED}[outcome]

@@ -77,7 +77,7 @@ def assign(
     order: Iterable[int] = range(len(matrices)) if indices is None else indices
     jobs: dict[Ranks, list[Job]] = defaultdict(list)
     loads: dict[Ranks, dict[int, float]] = defaultdict(partial(defaultdict, float))
-    # Of a set and its candidates the loads that were noted, with places and ranks of candidates.
+    # Loads that were noted of a set and its candidates, with places and ranks of candidates.
     heaps: dict[tuple[Ranks, Ranks], list[tuple[float, int, int]]] = {}
     # Matrices of one layout share their regions, and are known by them: a thousand ranks are
     # sorted, hashed and searched once for each layout.
@@ -89,7 +89,7 @@ def assign(
             heaps[ranks, candidates] = [(0.0, *pair) for pair in enumerate(candidates)]
         known[key] = jobs[ranks], loads[ranks], heaps[ranks, candidates]
     if ownership == "balanced":
-        # Those with few candidates, whose heap is short, come first.
+        # Matrices with few candidates, whose heap is short, come first.
         keys = {i: (len(known[layout[i]][2]), -costs[i], matrices[i].name) for i in layout}
         order = sorted(layout, key=keys.__getitem__)
     sources: dict[tuple[int, int], Ranks] = {}

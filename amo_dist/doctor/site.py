@@ -101,7 +101,7 @@ def join(seconds: float) -> Site:
         raise Fault(f"the ranks did not meet: {error}") from error
     # A group with a missing or unlike rank could wait for good; hence the roll call comes first.
     site = call_roll(Site(rank, world_size, device, store))
-    # By default GPUs get NCCL, and gloo beside it for tensors of the CPU.
+    # GPUs get NCCL by default, and gloo beside it for tensors of the CPU.
     backend, timeout = None if site.is_cuda else "gloo", datetime.timedelta(seconds=seconds)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     # A thread that waits in a store blocks the other users of the same object; hence the clone.

@@ -362,7 +362,7 @@ class Ballots:
             dist.all_reduce(vector, op=dist.ReduceOp.MAX, group=group)
         flags, marks = vector[:_NUM_FLAGS], vector[_NUM_FLAGS:].view(2, -1)
         spreads = marks.sum(dim=0) > 1
-        # In the order of `Tally`; all but the first two are 0 in a good step.
+        # The order is that of `Tally`; all but the first two are 0 in a good step.
         return torch.cat([flags[:1], marks[0, :1], flags[1:], spreads.to(torch.int64)])
 
     def report_failure(self, part: str, error: Exception) -> None:

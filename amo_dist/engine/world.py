@@ -91,7 +91,10 @@ def gather_world(
     gradient_ranks = []
     for param in parameters.params:
         own = list(itertools.islice(rows, len(param.views)))
-        matrices, listed = [row[0] for row in own], [(m.name, m.shape, *rest) for m, *rest in own]
+        matrices, listed = (
+            [row[0] for row in own],
+            [(m.name, m.shape, *fields) for m, *fields in own],
+        )
         cuts = f"cut by {fingerprint56(str(param.views))}" if param.views else "adamw"
         structure = f"{param.tensor.dtype}, {param.layout.key}, {listed} {cuts}"
         line = f"{param.name}: {structure}, {hyperparameters[param.group]}"

@@ -396,7 +396,7 @@ def _parts(
         rows = [row for values in zip(*lists, strict=True) for row in _cut(values)]
         lists = list(map(list, zip(*rows, strict=True)))
     first, second = lists[:2]
-    dtypes = {(one.dtype, other.dtype) for one, other in zip(first, second, strict=True)}
+    dtypes = {(x.dtype, y.dtype) for x, y in zip(first, second, strict=True)}
     is_dense = all(map(Tensor.is_contiguous, first)) and all(map(Tensor.is_contiguous, second))
     if is_dense and len(dtypes) == 1 and sum(map(Tensor.numel, first)) < most:
         yield wide_dtype(first[0].dtype), lists  # nearly always, in a step of few launches

@@ -286,9 +286,9 @@ def _say(
             names_by_doubt[place.reason][re.sub(r"\b\d+\b", "N", place.name)] = None
     number = sum(len(views or ()) for views in views_by_name.values())
     share = entries[True] / max(entries.total(), 1)
-    rest = [f"{reason} ({count})" if count > 1 else reason for reason, count in reasons.items()]
-    said = "%d matrices, %.0f%% of the entries of blocks; AdamW: %s"
-    logger.info(said, number, 100 * share, ", ".join(rest) or "nothing")
+    others = [f"{reason} ({count})" if count > 1 else reason for reason, count in reasons.items()]
+    text = "%d matrices, %.0f%% of the entries of blocks; AdamW: %s"
+    logger.info(text, number, 100 * share, ", ".join(others) or "nothing")
     doubts = [f"{_DOUBTS[doubt]}: {', '.join(names)}" for doubt, names in names_by_doubt.items()]
     if doubts:
         logger.warning("patterns decide otherwise than this: %s", "; ".join(doubts))

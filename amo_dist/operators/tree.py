@@ -156,8 +156,8 @@ class Node:
     @cached_property
     def heads(self) -> Heads:
         """Rows per head that the nearest module around gives."""
-        found = _read(vars(self.module)) or _read(self.values)
-        return found or (self.parent.heads if self.parent else Heads())
+        heads = _read(vars(self.module)) or _read(self.values)
+        return heads or (self.parent.heads if self.parent else Heads())
 
     @cached_property
     def num_heads(self) -> frozenset[int]:
@@ -252,10 +252,10 @@ def read_tree(parts: Sequence[nn.Module]) -> list[Place]:
     """
     places: dict[nn.Parameter, Place] = {}
     names: dict[str, nn.Parameter] = {}
-    seen: set[nn.Module] = set()
+    visited: set[nn.Module] = set()
 
     def visit(module: nn.Module, prefix: str, node: Node) -> None:
-        seen.add(module)
+        visited.add(module)
         kinds = {kind.__name__ for kind in type(module).__mro__}
         value = f"FullyShardedDataParallel at {prefix!r}"
         expected = "fully_shard (FSDP1 flattens the matrices)"
@@ -270,7 +270,7 @@ def read_tree(parts: Sequence[nn.Module]) -> list[Place]:
             if place.node is node:
                 node.places.append(place)
         for name, child in module.named_children():
-            if child in seen:
+            if child in visited:
                 continue
             inner, path = node, f"{prefix}{name}."
             if name == "module" and _REPLICATED & kinds:

@@ -27,10 +27,10 @@ def read(path: str | Path, field: str = "config") -> dict[str, Any]:
     Raises:
         ValueError: A file cannot be read, is not TOML, or extends itself.
     """
-    path, seen = Path(path), set()
+    path, visited = Path(path), set()
     result: dict[str, Any] = {}
     while True:
-        seen.add(os.path.realpath(path))
+        visited.add(os.path.realpath(path))
         values = read_toml(field, path)
         base, field = values.pop("extends", None), f"{path}: extends"
         result = _over(values, result)
@@ -39,7 +39,7 @@ def read(path: str | Path, field: str = "config") -> dict[str, Any]:
         if not isinstance(base, str):
             raise ValueError(f"{field}: found {base!r}, expected the path of a TOML file")
         path = path.parent / base
-        if os.path.realpath(path) in seen:
+        if os.path.realpath(path) in visited:
             raise ValueError(f"{field}: found {base!r}, which extends this file in turn")
 
 

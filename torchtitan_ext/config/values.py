@@ -117,14 +117,14 @@ def unchecked(config: Any) -> Iterator[None]:
         fields = (getattr(section, field.name) for field in dataclasses.fields(section))
         sections += [value for value in fields if dataclasses.is_dataclass(value)]
     classes = {type(section) for section in sections if hasattr(section, "__post_init__")}
-    checks = {one: one.__post_init__ for one in classes}
+    checks = {kind: kind.__post_init__ for kind in classes}
     try:
-        for one in checks:
-            one.__post_init__ = lambda _: None
+        for kind in checks:
+            kind.__post_init__ = lambda _: None
         yield
     finally:
-        for one, check in checks.items():
-            one.__post_init__ = check
+        for kind, check in checks.items():
+            kind.__post_init__ = check
 
 
 def plain(config: Any) -> dict[str, Any]:

@@ -233,8 +233,8 @@ def checkpoint_step(checkpoint: Folder) -> int | None:
 def checkpoints(folder: Folder) -> dict[int, Folder]:
     """The checkpoints in a folder by step, in order; those that were cut short included."""
     pairs = [(checkpoint_step(path), path) for path in folder.glob("step-*")]
-    found = {step: path for step, path in pairs if step is not None}
-    return {step: found[step] for step in sorted(found)}
+    by_step = {step: path for step, path in pairs if step is not None}
+    return {step: by_step[step] for step in sorted(by_step)}
 
 
 def is_complete(checkpoint: Folder) -> bool:

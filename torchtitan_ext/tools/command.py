@@ -23,7 +23,7 @@ def run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None = No
         or written, a line for each; 0 if a reader of the output such as ``head`` closed it.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
-        if getattr(sys, name) is None:  # Who started the program has closed it: nobody reads.
+        if getattr(sys, name) is None:  # The program that started this one has closed it.
             os.dup2(os.open(os.devnull, os.O_RDWR), number)
             setattr(sys, name, os.fdopen(number, "r+", buffering=1, closefd=False))
     try:

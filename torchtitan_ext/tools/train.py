@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
         The status of :func:`start`.
 
     Raises:
-        ValueError: As of :func:`check_and_start`.
+        ValueError: The mistakes that :func:`check_and_start` names.
     """
     arguments = ["--job.config_file", args.config, *args.overrides]
     if environment.is_torchruns():
