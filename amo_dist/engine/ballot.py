@@ -65,6 +65,8 @@ LARGEST_GRADIENT = 2.0**100
 
 # Positions of two flags in the vector, and the number of its values before the marks.
 _GRADIENT, _UPDATE, _NUM_FLAGS = 1, 2, 3
+# Position of the first value of a `Tally` that says that a step is bad.
+_FIRST_BAD = 2
 # Mark, and negative alike, of a rank without an opinion: it never is the maximum.
 _ABSTENTION = -(2**60)
 # Mark of a rank that reads the tally at once. Not 1: marks that differ by one count as alike, for
@@ -212,12 +214,13 @@ class Verdict:
         """
         if self.read is None or self.ballot is None:
             return "taken"
-        exists, _, gradient, *others, sets = Tally.of(self.read())
-        others.append(int(exists < 2 and self.ballots.num_idle == MAX_IDLE_STEPS - 1))
-        if not any((gradient, *others, *sets)):
+        tally = Tally.of(self.read())
+        is_idle = tally.exists < 2 and self.ballots.num_idle == MAX_IDLE_STEPS - 1
+        others = tally.update, tally.waits_differ, tally.texts_differ, *tally.sets_differ, is_idle
+        if not (tally.gradient or any(others)):
             return "taken"
         logger.warning("step %d changed nothing; the next step says why", self.ballot.step)
-        return "skipped" if self.ballots.skips and not any((*others, *sets)) else "undone"
+        return "skipped" if self.ballots.skips and not any(others) else "undone"
 
 
 class Ballots:
@@ -229,7 +232,8 @@ class Ballots:
         skips: Whether a bad gradient skips the step, and is no error.
 
     Attributes:
-        is_fresh: Whether no step has compared replicas since the start, or since a load.
+        is_fresh: Whether no step has been taken since the start, or since a load: until then each
+            step waits for its verdict, and compares replicas.
         num_idle: Steps in a row without a gradient of any matrix.
         updates: Matrices that this rank updated in the last step, for the next ballot; set if it
             made NaN or inf.
@@ -324,7 +328,7 @@ class Ballots:
         """
         reduced = self._reduce(ballot)
         self._failure, self.updates = "", Flags()
-        skip_mask = reduced[2:].any()
+        skip_mask = reduced[_FIRST_BAD:].any()
         if self.num_idle == MAX_IDLE_STEPS - 1:  # one more such step is an error
             skip_mask |= reduced[0] < 2
         waits, read = ballot.waits, fetch(reduced) if not ballot.waits else reduced.tolist

@@ -10,8 +10,9 @@ orthogonalizes it, and sends the results back::
 Five invariants hold in every step:
 
 1. All ranks call the same collectives in the same order.
-2. After the vote no rank raises alone: a failure of one rank goes into the next ballot, and all
-   ranks raise when they read that.
+2. After the vote a failure of one rank alone goes into its next ballot, and all ranks raise when
+   they read that. What no rank can go on after is raised there: a lost device, a failed collective,
+   no memory even to receive.
 3. The host waits for nothing but the ballot of the last step in a step that measures nothing,
    keeps its owners and finds gradients in the placements of their parameters.
 4. The sizes of messages never depend on which gradients exist: zeros stand in for missing ones.
@@ -283,8 +284,9 @@ class Engine:
         weights, states = self.parameters.tensors(state)
         gradients = self.ballots.local_gradients()
         needs_plan = orders.owners_by != self._owners_by or not self._plan_is_agreed
-        # The host must know now whether the step is skipped (an observation of it is invalid),
-        # lacks buffers (it cannot run), or comes before the first gradient (it does not count).
+        # To read the verdict costs a CPU nothing. A device waits where it makes new buffers (a step
+        # cannot run without), measures (a skipped step observes nothing), or is fresh (the step may
+        # come before the first gradient, and does not count then).
         waits = not self._params_on_device or needs_plan or orders.measures or self.ballots.is_fresh
         if needs_plan:
             self.discard()  # memory, before new buffers are made
@@ -395,12 +397,13 @@ class Engine:
             self._make_room()
         try:
             # Moving a gradient is a collective, which hangs if a rank has none or does not take
-            # part: this waits for the backward pass until the step is known to be good.
+            # part: this waits for the backward pass until the step is known to be good. A step that
+            # the host knows to be bad does not come here.
             if step.misplaced and verdict.unread_outcome() == "taken":
                 self._move_gradients(step)
             if self._unsent:
                 self.guarded(step, "updating momentum", self._update_momentum)
-            has_adamw = True  # there is one exchange at least; it may be empty
+            has_adamw = True  # see `World.names_by_ranks`: there is one exchange at least
             for exchange in self._exchanges:
                 self.sent_bytes += exchange.sent_bytes
                 self._pipeline(step, exchange.buckets, has_adamw)
@@ -461,7 +464,9 @@ class Engine:
             args: Its arguments beside the step.
             instead: Tensors to fill if it fails, and the number to fill them with.
         """
-        if step.orders is None:  # it sends anything: its ballot has set the mask of all ranks
+        if (
+            step.orders is None
+        ):  # its buffers are sent as they lie: its ballot masks the step on all
             return
         try:
             work(step, *args)
@@ -654,8 +659,9 @@ class Engine:
         elif present:
             pieces, kept = map(list, zip(*present, strict=True))
             if not self._is_offloaded:  # the memory of the bucket serves the next one
-                results, (kept,) = kept, new_lists(kept, self._wire, 1)[1]
-                torch._foreach_copy_(kept, results)
+                _, (copies,) = new_lists(kept, self._wire, 1)
+                torch._foreach_copy_(copies, kept)
+                kept = copies
             step.results += zip(pieces, kept, strict=True)
 
     def _post(self, step: Step) -> None:

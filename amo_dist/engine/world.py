@@ -43,7 +43,8 @@ class World:
         rank_sets: All sets of several such ranks in the world, sorted.
         replica_ranks: Ranks that hold the same elements as this one, for each parameter.
         replica_sets: All sets of several such ranks in the world, sorted.
-        names_by_ranks: Names of the matrices of this process, by the set of ranks that shares them.
+        names_by_ranks: Names of the matrices of this process, by each set of ranks that shares
+            parameters with this one; none for a set that shares parameters of AdamW alone.
         groups_by_ranks: Process group of each set of ranks that shares parameters with this one.
         speaks: Whether this rank logs what all have agreed on.
         shares_all: Whether every rank shares every parameter, as under DDP and FSDP; False on a

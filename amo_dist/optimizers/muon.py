@@ -271,7 +271,7 @@ class Muon(torch.optim.Optimizer):
             step = engine.prepare(self._orders(number), self.param_groups, self.state)
         except Exception as error:
             step = engine.give_up(number, error)
-        self._state_if_undone = state  # an error that the next step reads goes back to it
+        self._state_if_undone = state  # `_settle` goes back to it if the next step reads an error
         verdict = self._verdict = engine.vote(step)
         if verdict.is_before_first_gradient:
             return
@@ -306,7 +306,7 @@ class Muon(torch.optim.Optimizer):
         schedules, digest, is_locked = self._decide(number)
         sample = source.sample(number)
         # Weighted owners change once, at the lock, as new ones make all ranks wait.
-        is_locked = is_locked and config.ownership == "balanced"
+        has_new_owners = is_locked and config.ownership == "balanced"
         every, checked = config.ns_guard_every, None
         if every:
             checked = matrix_to_check(self._engine.world.registry, number, every)
@@ -314,7 +314,7 @@ class Muon(torch.optim.Optimizer):
             step=number,
             schedules=schedules,
             digest=digest,
-            owners_by="locked" if is_locked else "first",
+            owners_by="locked" if has_new_owners else "first",
             sample=sample,
             candidates=coefficient_table(source.candidates()) if sample else None,
             checked=checked,

@@ -39,9 +39,9 @@ _Item = TypeVar("_Item")
 # The phases of AMO, in their order.
 PHASES = ("observation", "transition", "locked")
 
-# Settings by which errors are neither measured nor weighted.
-_KEPT = {"seed", *(field.name for field in dataclasses.fields(MuonConfig))}
-_KEPT -= {"update_norm", "adjust_lr"}
+# Settings whose change keeps the plan, and the errors that were measured.
+_PLAN_SURVIVES = {"seed", *(field.name for field in dataclasses.fields(MuonConfig))}
+_PLAN_SURVIVES -= {"update_norm", "adjust_lr"}
 
 
 class Source:
@@ -411,7 +411,7 @@ class Amo(Source):
         self.observations = tuple(Observation(**record) for record in state["observations"])
         self._error_sums = {name: errors["totals"] for name, errors in state["errors"].items()}
         self.plan = None if state["plan"] is None else Plan.from_dict(state["plan"])
-        if set(changed) - _KEPT:
+        if set(changed) - _PLAN_SURVIVES:
             self._errors_since, self._error_sums, self.plan = step, {}, None
         self._set_last_observation()
         self._check_types()
