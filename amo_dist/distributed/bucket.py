@@ -136,8 +136,8 @@ class Exchange:
     """The buckets of one set of ranks, and their memory, which is free between steps.
 
     Views of the memory stay valid while it is free. A CPU keeps it: there, new memory costs a step
-    some percent. After an exception has left a step an exchange is made anew: what is under way must
-    not arrive in the memory of a later step. Construction communicates nothing.
+    some percent. After an exception has left a step an exchange is made anew: what is under way
+    must not arrive in the memory of a later step. Construction communicates nothing.
 
     Args:
         plan: Plan of this rank; it fixes the order of collectives, the same on all peers.

@@ -464,9 +464,7 @@ class Engine:
             args: Its arguments beside the step.
             instead: Tensors to fill if it fails, and the number to fill them with.
         """
-        if (
-            step.orders is None
-        ):  # its buffers are sent as they lie: its ballot masks the step on all
+        if step.orders is None:  # what lies in its buffers is sent: all ranks run under a mask
             return
         try:
             work(step, *args)
