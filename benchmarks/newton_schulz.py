@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from amo_dist.kernels.newton_schulz import NS_BACKENDS, orthogonalize, step_sizes
+from amo_dist.kernels.quack import library
 from amo_dist.schedule.allocate import ns_step_flops
 from amo_dist.schedule.polar_express import compose, times_safety
 from benchmarks.measure import paired, ratio, report
@@ -32,6 +33,7 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--library", default="torch", choices=("torch", "quack"))
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(args)
     torch.set_num_threads(1)
@@ -68,21 +70,17 @@ def measure(shape: str, dtype: torch.dtype, options: argparse.Namespace) -> list
 
     sizes = {name: step_sizes(name, (m, n), coefficients, dtype, x.device) for name in NS_BACKENDS}
     names = [name for name in NS_BACKENDS[1:] if name == "standard" or 2 in sizes[name]]
-    runs = {
-        name: functools.partial(orthogonalize, x, coefficients, dtype=dtype, backend=name)
-        for name in names
-    }
-    products = {
-        "gemm square": lambda: square @ square,
-        "gemm X X^T": lambda: cast @ cast.mT,
-    }
+    products = library(options.library, x.device, dtype)
+    run = functools.partial(orthogonalize, x, coefficients, dtype=dtype, library=products)
+    runs = {name: functools.partial(run, backend=name) for name in names}
+    gemms = {"gemm square": lambda: square @ square, "gemm X X^T": lambda: cast @ cast.mT}
     # One call would take a GPU less time than its launches take the CPU.
     count = 1 if options.device == "cpu" else 20
 
     def repeated(run: Callable[[], object]) -> Callable[[], None]:
         return lambda: [run() for _ in range(count)].clear()
 
-    timed = {name: repeated(run) for name, run in {**products, **runs}.items()}
+    timed = {name: repeated(run) for name, run in {**gemms, **runs}.items()}
     seconds = paired(timed, options.rounds, clock=options.clock)
     peak = max(
         2 * count * m**3 / statistics.median(seconds["gemm square"]),

@@ -454,6 +454,7 @@ def _replacements(device: Device) -> Iterator[tuple[Any, str, Any]]:
         lambda check_available=False: torch.device("cuda"),
     )
     yield torch.accelerator, "current_stream", _Stream
+    yield torch.accelerator, "empty_cache", lambda: None
     yield torch.accelerator, "current_device_index", lambda: 0
     yield dist, "get_backend_config", lambda group=None: device.backends
     # A DTensor asks PyTorch's own code, which takes the device to be meta.

@@ -434,6 +434,10 @@ class Muon(torch.optim.Optimizer):
             self._check_matrices(len(world.registry))
             source.bind(world.registry)
         self._schedule_state = dataclasses.replace(state, source=source)
+        if engine.matrix_device.type != "cpu":
+            # The first all-to-all opens NCCL's channels to all peers, in gigabytes that PyTorch's
+            # allocator does not see and may have kept for itself.
+            torch.accelerator.empty_cache()
         # Only now: after an error above all of it is done again.
         engine.connect(world, self._name())
 
