@@ -249,8 +249,7 @@ class Muon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         kind = self._engine.matrix_device.type
-        # The caller's autocast would compute products in another dtype than `ns_dtype`. To build
-        # one takes as long as half of a step on the host.
+        # The caller's autocast would compute products in another dtype than `ns_dtype`.
         is_cast = torch.is_autocast_enabled(kind)
         with torch.autocast(kind, enabled=False) if is_cast else contextlib.nullcontext():
             self._step()
