@@ -284,7 +284,7 @@ class Engine:
         weights, states = self.parameters.tensors(state)
         gradients = self.ballots.local_gradients()
         needs_plan = orders.owners_by != self._owners_by or not self._plan_is_agreed
-        # To read the verdict costs a CPU nothing. A device waits where it makes new buffers (a step
+        # Reading the verdict costs a CPU nothing. A device waits where it makes new buffers (a step
         # cannot run without), measures (a skipped step observes nothing), or is fresh (the step may
         # come before the first gradient, and does not count then).
         waits = not self._params_on_device or needs_plan or orders.measures or self.ballots.is_fresh

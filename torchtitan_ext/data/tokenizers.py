@@ -21,7 +21,6 @@ from amo_dist.config import require
 from torchtitan_ext.runs import files
 
 EOS = "<|eos|>"
-BYTE_VOCAB_SIZE = 257  # 256 bytes and the end of a document.
 
 # Llama 3's: `pat_str` in llama_models/llama3/tokenizer.py of Meta's llama-models, which is also the
 # default of transformers' TikTokenConverter.
