@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._compile import _disable_dynamo as disable_dynamo
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,6 +21,14 @@ __all__ = ["AsyncCollectiveTensor", "StridedShard", "disable_dynamo"]
 placements_of = operator.attrgetter("_spec.placements")
 # Local tensor of a DTensor as it is, without autograd and without a wait.
 local_of = operator.attrgetter("_local_tensor")
+
+
+def all_gather_single(
+    output: Tensor, own: Tensor, group: dist.ProcessGroup, *, async_op: bool
+) -> Any:
+    """``torch.distributed.all_gather_single``, which older versions name otherwise."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(output, own, group=group, async_op=async_op)
 
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:

@@ -2,7 +2,7 @@
 
 `tests.simulated_device` refuses CPU tensors among them; this compares what the ranks are about to
 do, and what is under way. No kernel may write to the memory of a collective under way, or read what
-it receives; an all-to-all delivers as late as it may, when somebody waits.
+it receives; an all-to-all and a gather deliver as late as they may, when somebody waits.
 """
 
 from __future__ import annotations
@@ -86,6 +86,10 @@ OBJECTS = (
 """Collectives that pickle, and through the CPU; or that NCCL does not have."""
 
 
+ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+"""The collective of equal parts, by this PyTorch's name."""
+
+
 class Nccl:
     """Collectives of gloo, checked.
 
@@ -114,11 +118,12 @@ class Nccl:
         with _disable_current_modes():
             self._check_alike(name, tensors, args, kwargs)
         late = None
-        if kwargs.get("async_op") and name == "all_to_all_single":
-            target, *rest = args
-            late = target, torch.empty_like(target)
+        if kwargs.get("async_op") and name in ("all_to_all_single", ALL_GATHER):
+            target, sent, *rest = args
+            # A gather may send a part of what it receives.
+            late, args = (target, torch.empty_like(target)), (sent.clone(), *rest)
             target.view(torch.uint8).fill_(255)  # NaN in every floating dtype
-            args = (late[1], *rest)
+            args = (late[1], *args)
         found = collective(*args, **kwargs)
         if kwargs.get("async_op"):
             self._under_way.append(_Work(found, name, tensors, late))
@@ -192,7 +197,7 @@ def nccl() -> Iterator[Nccl]:
         return call
 
     with contextlib.ExitStack() as stack:
-        for name in ("all_reduce", "all_to_all_single", "broadcast", "all_gather"):
+        for name in ("all_reduce", "all_to_all_single", "broadcast", "all_gather", ALL_GATHER):
             stack.enter_context(mock.patch.object(dist, name, checked(name)))
         for name in OBJECTS:
             stack.enter_context(mock.patch.object(dist, name, refuse(name)))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,15 +15,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
+from amo_dist.compat import all_gather_single
 from amo_dist.distributed.layout import Matrix
-from amo_dist.distributed.plan import BucketPlan, ByPeer, ExchangePlan, Held, count_elements
-
-# Buckets whose buffers are in use at once: bucket k takes those of bucket k - 2.
-BUCKETS_IN_FLIGHT = 2
-
-# Elements. Each whole matrix starts at a multiple of this, aligned like a tensor of its own: the
-# bits of a product may depend on that.
-_ALIGNMENT = 64
+from amo_dist.distributed.plan import (
+    BucketPlan,
+    ByPeer,
+    ExchangePlan,
+    Held,
+    count_elements,
+    space_of,
+)
 
 
 class _Packed(NamedTuple):
@@ -44,19 +45,30 @@ class Bucket:
     """Matrices that travel together, on one rank; it serves step after step.
 
     A step fills ``outgoing``, gathers, computes ``wholes`` in place, scatters, and reads
-    ``incoming``. If a bucket does not travel, both are views of ``wholes``.
+    ``incoming``. If a bucket does not travel, both are views of ``wholes``. The buckets of an
+    exchange take turns in one memory: one may start to gather when the last has finished to, and
+    likewise to scatter.
 
     Collectives start behind the work that the current stream already has, and waiting for one holds
     back later work of that stream, not the host: so shared memory is safe on CUDA, too. After an
     exception, safety rests on NCCL, which keeps the buffers of running collectives alive.
 
+    Args:
+        plan: Plan of the bucket.
+        matrices: Matrices, which the plan indexes.
+        pieces: The caller's name for each region of this rank.
+        memory: Memory of the exchange, by its use.
+        group: Process group of the ranks of all replicas; None where nothing travels.
+        copies: Process group of the ranks with the same shards, one of each replica; None for a
+            single replica.
+
     Attributes:
         owned: Indices of the matrices that this rank owns.
-        wholes: The owned matrices, ``(m, n)``. Buckets share this memory: the matrices of one are
-            there from the end of its gather to the start of its scatter.
+        wholes: The owned matrices, ``(m, n)``, from the end of the gather to the start of the
+            scatter.
         sent: Pieces whose momentum this rank sends to owners, itself among them.
         outgoing: View ``(m, n)`` of the memory for each piece of ``sent``.
-        received: Pieces whose results owners send to this rank.
+        received: Pieces whose results this rank receives.
         incoming: View ``(m, n)`` of the memory for each piece of ``received``.
         moves: Whether anything travels.
         label: Name of the caller for the bucket, for errors.
@@ -69,34 +81,44 @@ class Bucket:
         plan: BucketPlan,
         matrices: Sequence[Matrix],
         pieces: Mapping[Held, Any],
-        memory: Tensor,
-        sides: Sequence[_Packed],
-        group: dist.ProcessGroup | None,
+        memory: Mapping[str, Tensor],
+        group: dist.ProcessGroup | None = None,
+        copies: dist.ProcessGroup | None = None,
     ) -> None:
-        self.owned, self.moves, self._group = plan.owned, bool(sides), group
+        self.owned, self.moves = plan.owned, group is not None
+        self._group, self._copies = group, copies
         shapes = [matrices[index].shape for index in plan.owned]
-        spaces = list(map(_space, shapes))
-        parts = zip(memory[: sum(spaces)].split(spaces), shapes, strict=True)
+        spaces = list(map(space_of, shapes))
+        parts = zip(memory["wholes"][: sum(spaces)].split(spaces), shapes, strict=True)
         self.wholes = [part[: math.prod(shape)].view(shape) for part, shape in parts]
-        self.sent, self.received = (
-            [pieces[held] for held in _flat(by_peer)]
-            for by_peer in (plan.to_owners, plan.from_owners)
-        )
         whole_by_matrix = dict(zip(plan.owned, self.wholes, strict=True))
 
-        def in_wholes(regions: Iterable[Held]) -> list[Tensor]:
+        def in_wholes(by_peer: ByPeer) -> list[Tensor]:
             """Views of regions in their matrices."""
-            rows = ((whole_by_matrix[matrix], *region.target) for matrix, region in regions)
+            rows = ((whole_by_matrix[matrix], *region.target) for matrix, region in _flat(by_peer))
             return [whole[slice(*edges), slice(*sides)] for whole, edges, sides in rows]
 
-        if self.moves:
-            self._to_owners, self._from_holders, self._to_holders, self._from_owners = sides
-            self._wholes_in = in_wholes(_flat(plan.from_holders))
-            self._wholes_out = in_wholes(_flat(plan.to_holders))
-            self.outgoing, self.incoming = self._to_owners.parts, self._from_owners.parts
-        else:
-            self.outgoing = in_wholes(_flat(plan.to_owners))
-            self.incoming = in_wholes(_flat(plan.from_owners))
+        self.sent = [pieces[held] for held in _flat(plan.to_owners)]
+        self.received = [pieces[held] for held in _flat(plan.by_replica)]
+        if not self.moves:
+            self.outgoing, self.incoming = in_wholes(plan.to_owners), in_wholes(plan.by_replica)
+            return
+        self._in_wholes = in_wholes(plan.from_holders)
+        self._to_owners = _pack(plan.to_owners, memory["outgoing"])
+        self._from_holders = _pack(plan.from_holders, memory["arriving"])
+        self.outgoing, self.incoming = self._to_owners.parts, list[Tensor]()
+        if not plan.by_replica:
+            return
+        self._to_holders = _pack(plan.from_holders, memory["leaving"])
+        # Results of all replicas, in parts of equal length: the owners of this rank's own replica
+        # send theirs to where the collective along the replicas expects them.
+        length, num_replicas = plan.num_by_replica, len(plan.by_replica)
+        results = memory["incoming"][: num_replicas * length].view(num_replicas, length)
+        packed = [_pack([held], part) for held, part in zip(plan.by_replica, results, strict=True)]
+        self.incoming += [x for own in packed for x in own.parts]
+        self._from_owners = packed[plan.place]._replace(sizes=self._to_owners.sizes)
+        in_bytes = results.view(torch.uint8)
+        self._all_results, self._own_results = in_bytes.flatten(), in_bytes[plan.place]
 
     def gather(self) -> Iterator[None]:
         """Send the momentum in ``outgoing`` into the ``wholes`` of owners; pauses on its way."""
@@ -106,16 +128,24 @@ class Bucket:
             yield
             with record_function("amo::gather"):
                 work.wait()
-                if self._wholes_in:
-                    torch._foreach_copy_(self._wholes_in, self._from_holders.parts)
+                if self._in_wholes:
+                    torch._foreach_copy_(self._in_wholes, self._from_holders.parts)
 
     def scatter(self) -> Iterator[None]:
-        """Send the results in ``wholes`` back, into ``incoming``; pauses on their way."""
+        """Send the results in ``wholes`` back, into ``incoming``; pauses on their way.
+
+        They go to the shards of the owner's replica, and from there along the replica axis.
+        """
         if self.moves:
             with record_function("amo::scatter"):
-                if self._wholes_out:
-                    torch._foreach_copy_(self._to_holders.parts, self._wholes_out)
+                if self._in_wholes:
+                    torch._foreach_copy_(self._to_holders.parts, self._in_wholes)
                 work = self._exchange(self._to_holders, self._from_owners)
+                if self._copies is not None and self._all_results.numel():
+                    work.wait()
+                    work = all_gather_single(
+                        self._all_results, self._own_results, self._copies, async_op=True
+                    )
             yield
             with record_function("amo::scatter"):
                 work.wait()
@@ -133,7 +163,7 @@ class Bucket:
 
 
 class Exchange:
-    """The buckets of one set of ranks, and their memory, which is free between steps.
+    """The buckets of matrices with the same replicas; their memory is free between steps.
 
     Views of the memory stay valid while it is free. A CPU keeps it: there, new memory costs a step
     some percent. After an exception has left a step an exchange is made anew: what is under way
@@ -144,6 +174,7 @@ class Exchange:
         matrices: Matrices, which the plan indexes.
         pieces: The caller's name for each region of this rank.
         group: Process group of the plan's peers; None on a single rank.
+        copies: Process group of the plan's copies; None for a single replica.
         device: Device of the memory.
         dtype: Dtype in which matrices travel.
 
@@ -159,21 +190,17 @@ class Exchange:
         pieces: Mapping[Held, Any],
         *,
         group: dist.ProcessGroup | None,
+        copies: dist.ProcessGroup | None,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        self._device, self._memory = device, list[Tensor]()
-        plans = [*plan.local, *plan.buckets]
-        size = max((sum(_space(matrices[i].shape) for i in p.owned) for p in plans), default=0)
-        wholes = torch.empty(size, dtype=dtype, device=device)
-        self._memory.append(wholes)
-        fields = ("to_owners", "from_holders", "to_holders", "from_owners")
-        sides = [self._pack([getattr(p, field) for p in plan.buckets], dtype) for field in fields]
-        self.buckets = [Bucket(p, matrices, pieces, wholes, (), None) for p in plan.local]
-        sides_by_bucket = zip(plan.buckets, *sides, strict=True)
-        self.buckets += [
-            Bucket(p, matrices, pieces, wholes, own, group) for p, *own in sides_by_bucket
-        ]
+        self._device = device
+        sizes = plan.num_elements(matrices)
+        memory = {use: torch.empty(n, dtype=dtype, device=device) for use, n in sizes.items()}
+        self._memory = [*memory.values()]
+        fixed = matrices, pieces, memory
+        self.buckets = [Bucket(bucket, *fixed) for bucket in plan.local]
+        self.buckets += [Bucket(bucket, *fixed, group, copies) for bucket in plan.buckets]
         self.sent_bytes = plan.num_sent * dtype.itemsize
 
     def restore(self) -> None:
@@ -189,33 +216,20 @@ class Exchange:
             for tensor in self._memory:
                 tensor.untyped_storage().resize_(0)
 
-    def _pack(self, transfers: Sequence[ByPeer], dtype: torch.dtype) -> list[_Packed]:
-        """One side of the transfers of all buckets, which take turns in two buffers."""
-        sizes = [
-            [dtype.itemsize * count_elements(held) for held in by_peer] for by_peer in transfers
-        ]
-        totals = list(map(sum, sizes))
-        most = (max(totals[n::BUCKETS_IN_FLIGHT], default=0) for n in range(BUCKETS_IN_FLIGHT))
-        slots = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in most]
-        self._memory += slots
-        packed = []
-        for index, by_peer in enumerate(transfers):
-            slot = slots[index % BUCKETS_IN_FLIGHT][: totals[index]]
-            regions = [region for _, region in _flat(by_peer)]
-            flat = slot.view(dtype).split([region.num_elements for region in regions])
-            pairs = zip(flat, regions, strict=True)
-            parts = [part.view(region.source_shape[-2:]) for part, region in pairs]
-            packed.append(_Packed(slot, sizes[index], parts))
-        return packed
+
+def _pack(by_peer: Sequence[Sequence[Held]], memory: Tensor) -> _Packed:
+    """Lay the regions of a transfer out in memory, of which it takes the first part."""
+    sizes = list(map(count_elements, by_peer))
+    regions = [region for _, region in _flat(by_peer)]
+    used = memory[: sum(sizes)]
+    flat = used.split([region.num_elements for region in regions])
+    pairs = zip(flat, regions, strict=True)
+    parts = [part.view(region.source_shape[-2:]) for part, region in pairs]
+    return _Packed(used.view(torch.uint8), [size * memory.itemsize for size in sizes], parts)
 
 
-def _flat(by_peer: ByPeer) -> Iterator[Held]:
+def _flat(by_peer: Sequence[Sequence[Held]]) -> Iterator[Held]:
     return itertools.chain.from_iterable(by_peer)
-
-
-def _space(shape: tuple[int, int]) -> int:
-    """Elements that a matrix takes in memory, padded."""
-    return -(-math.prod(shape) // _ALIGNMENT) * _ALIGNMENT
 
 
 def on_host(places: Sequence[Tensor]) -> list[Tensor]:

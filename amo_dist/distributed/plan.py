@@ -3,43 +3,44 @@
 An owner holds a matrix during a step alone; no state moves with it. Who owns what is pure and
 deterministic, the same on every rank, and changes once at most, at the lock. A plan is a list of
 buckets. In a bucket each owner gathers at most a stated number of bytes (or one larger matrix), so
-that every rank of the mesh has work in every bucket, and the buckets in flight bound the memory.
+that every rank of the mesh has work in every bucket, and the largest bucket bounds the memory.
+
+With replicas (HSDP, DDP) an owner exchanges momentum and results with the ranks of its own replica.
+From there results go along the replica axis: ranks that hold the same shard of all replicas, its
+*copies*, gather from one another what the owners of each replica made::
+
+                 shard 0   shard 1
+    replica 0    rank 0 <-> rank 1      momentum to the owner, and results back
+                   |          |
+    replica 1    rank 2 <-> rank 3      results along the replica axis
 """
 
 from __future__ import annotations
 
 import dataclasses
 import heapq
+import itertools
+import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from operator import attrgetter
 from typing import TypeAlias
 
 from amo_dist.distributed.layout import Matrix, Region
 from amo_dist.distributed.ranks import Ranks
 
+# Elements. Each whole matrix starts at a multiple of this, aligned like a tensor of its own: the
+# bits of a product may depend on that.
+_ALIGNMENT = 64
+
 # Index of a matrix, and a region of it.
 Held: TypeAlias = tuple[int, Region]
-# Regions for each peer, in the order of the process group and in that in which they travel.
+# Regions for each rank of a process group, in its order and in that in which they travel.
 ByPeer: TypeAlias = tuple[tuple[Held, ...], ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Job:
-    """One matrix, orthogonalized by one rank.
-
-    Attributes:
-        matrix: Index of the matrix.
-        owner: Rank that gathers the matrix, orthogonalizes it and sends the results back.
-        sources: Ranks that together hold the matrix once: the owner's replica.
-        targets: Ranks that get results from the owner: those of all replicas.
-    """
-
-    matrix: int
-    owner: int
-    sources: tuple[int, ...]
-    targets: tuple[int, ...]
+# `Matrix.replicas`.
+Replicas: TypeAlias = tuple[Ranks, ...]
+# Owner rank of each matrix by its index, in the order in which the matrices travel.
+Owners: TypeAlias = Mapping[int, int]
 
 
 def assign(
@@ -48,8 +49,7 @@ def assign(
     *,
     indices: Sequence[int] | None = None,
     ownership: str = "balanced",
-    returns: bool = True,
-) -> dict[Ranks, list[Job]]:
+) -> dict[Replicas, Owners]:
     """Assign matrices to owner ranks, separately for each set of ranks that shares some.
 
     A rank that belongs to several sets must compute the same owners as ranks that know one set
@@ -69,13 +69,12 @@ def assign(
             matrix goes to the rank with the least work in the set so far; those that few ranks may
             own come first, and the others fill up around them. ``round_robin``: in their order, to
             the rank with the fewest.
-        returns: Whether owners send results back; False where matrices are only measured.
 
     Returns:
-        Jobs by set of ranks, sorted; those of a set in the order of their indices.
+        Owners of the matrices that have the same replicas, in an order that all ranks share.
     """
     order: Iterable[int] = range(len(matrices)) if indices is None else indices
-    jobs: dict[Ranks, list[Job]] = defaultdict(list)
+    owners: dict[Replicas, dict[int, int]] = defaultdict(dict)
     loads: dict[Ranks, dict[int, float]] = defaultdict(partial(defaultdict, float))
     # Loads that were noted of a set and its candidates, with places and ranks of candidates.
     heaps: dict[tuple[Ranks, Ranks], list[tuple[float, int, int]]] = {}
@@ -87,31 +86,36 @@ def assign(
         ranks, candidates = tuple(sorted(matrix.ranks)), _candidates(matrix)
         if (ranks, candidates) not in heaps:
             heaps[ranks, candidates] = [(0.0, *pair) for pair in enumerate(candidates)]
-        known[key] = jobs[ranks], loads[ranks], heaps[ranks, candidates]
+        known[key] = owners[matrix.replicas], loads[ranks], heaps[ranks, candidates]
     if ownership == "balanced":
         # Matrices with few candidates, whose heap is short, come first.
         keys = {i: (len(known[layout[i]][2]), -costs[i], matrices[i].name) for i in layout}
         order = sorted(layout, key=keys.__getitem__)
-    sources: dict[tuple[int, int], Ranks] = {}
     for index in order:
-        matrix, (own_jobs, own_loads, heap) = matrices[index], known[layout[index]]
+        own_owners, own_loads, heap = known[layout[index]]
         # Loads only grow: a rank whose load has grown since it was noted moves down.
         while heap[0][0] < (load := own_loads[heap[0][2]]):
             heapq.heapreplace(heap, (load, *heap[0][1:]))
-        owner = heap[0][2]
+        owner = own_owners[index] = heap[0][2]
         own_loads[owner] += costs[index] if ownership == "balanced" else 1.0
-        home = id(matrix.replicas), owner
-        if home not in sources:
-            sources[home] = next(replica for replica in matrix.replicas if owner in replica)
-        own_jobs.append(Job(index, owner, sources[home], matrix.ranks if returns else ()))
-    return {ranks: sorted(own, key=attrgetter("matrix")) for ranks, own in jobs.items()}
+    in_order = sorted((sorted(itertools.chain(*replicas)), replicas) for replicas in owners)
+    return {replicas: owners[replicas] for _, replicas in in_order}
 
 
 def _candidates(matrix: Matrix) -> Ranks:
-    """Ranks that may own a matrix: those that hold it whole if there are any, else all."""
+    """Ranks that may own a matrix: those that hold it whole if there are any, else all.
+
+    Replicas take turns, so that they own alike, and send alike along the replica axis.
+    """
+    ranks = itertools.chain(*zip(*matrix.replicas, strict=True))
     size = matrix.num_elements
     whole = {rank for rank in matrix.regions_by_rank if matrix.num_held(rank) == size}
-    return tuple(filter(whole.__contains__, matrix.ranks)) if whole else matrix.ranks
+    return tuple(rank for rank in ranks if rank in whole or not whole)
+
+
+def copies_of(replicas: Replicas, rank: int) -> Ranks:
+    """Ranks that hold the same shards as one of them: one of each replica, in their order."""
+    return next(ranks for ranks in zip(*replicas, strict=True) if rank in ranks)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -120,127 +124,164 @@ class BucketPlan:
 
     Attributes:
         owned: Indices of the matrices that this rank owns.
-        to_owners: Momentum that this rank sends to owners.
-        from_holders: Momentum that this rank receives as an owner.
-        to_holders: Results that this rank sends as an owner.
-        from_owners: Results that this rank receives.
+        to_owners: Momentum that this rank sends to owners; results come back in its place.
+        from_holders: Momentum that this rank receives as an owner; results go back in its place.
+        by_replica: Regions of this rank whose results the owners of each replica make, in the order
+            of their group. Those of its own replica are those of ``to_owners``.
+        num_by_replica: Elements of the longest of these lists; the others are padded to travel.
+        place: Index of its own replica among them.
     """
 
     owned: tuple[int, ...]
     to_owners: ByPeer
     from_holders: ByPeer
-    to_holders: ByPeer
-    from_owners: ByPeer
+    by_replica: ByPeer
+    num_by_replica: int
+    place: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExchangePlan:
-    """All buckets of one set of ranks, seen from one of them.
+    """All buckets of matrices with the same replicas, seen from one of their ranks.
 
     Attributes:
         rank: The rank from which they are seen.
         peers: Global ranks, in the order of the process group.
+        copies: Ranks with the same shards, one of each replica, in the order of their group.
         buckets: Buckets that travel: the same number, in the same order, on every peer.
         local: This rank's buckets of matrices that need no communication.
+        returns: Whether owners send results back.
     """
 
     rank: int
     peers: tuple[int, ...]
+    copies: tuple[int, ...]
     buckets: tuple[BucketPlan, ...]
     local: tuple[BucketPlan, ...]
+    returns: bool
 
     @property
     def num_sent(self) -> int:
-        """Elements that this rank sends to others in a step, in both directions."""
-        return sum(
-            count_elements(held)
-            for bucket in self.buckets
-            for held_by_peer in (bucket.to_owners, bucket.to_holders)
-            for peer, held in zip(self.peers, held_by_peer, strict=True)
-            if peer != self.rank
-        )
+        """Elements that this rank sends to others in a step."""
+        total = 0
+        for bucket in self.buckets:
+            for held_by_peer in (bucket.to_owners, bucket.from_holders)[: 1 + self.returns]:
+                pairs = zip(self.peers, held_by_peer, strict=True)
+                total += sum(count_elements(held) for peer, held in pairs if peer != self.rank)
+            total += self.returns * (len(self.copies) - 1) * bucket.num_by_replica
+        return total
+
+    def num_elements(self, matrices: Sequence[Matrix]) -> dict[str, int]:
+        """Elements of the memory that the largest bucket needs, by its use."""
+        buckets = self.buckets
+        shapes = [[matrices[i].shape for i in own.owned] for own in (*self.local, *buckets)]
+        arriving = [sum(map(count_elements, bucket.from_holders)) for bucket in buckets]
+        sizes_by_use = {
+            "wholes": [sum(map(space_of, own)) for own in shapes],
+            "outgoing": [sum(map(count_elements, bucket.to_owners)) for bucket in buckets],
+            "arriving": arriving,
+            "leaving": arriving if self.returns else [],
+            "incoming": [len(own.by_replica) * own.num_by_replica for own in buckets],
+        }
+        return {use: max(sizes, default=0) for use, sizes in sizes_by_use.items()}
 
 
 def plan_exchange(
     matrices: Sequence[Matrix],
-    jobs: Sequence[Job],
+    owners: Owners,
+    replicas: Replicas,
     *,
     rank: int,
     peers: Sequence[int],
+    copies: Sequence[int],
     itemsize: int,
     bucket_bytes: int,
+    returns: bool = True,
 ) -> ExchangePlan:
-    """Plan the exchange of ``jobs``, which all lie on ``peers``.
+    """Plan the exchange of matrices that have the same replicas.
 
     Args:
-        matrices: All matrices; jobs index them.
-        jobs: Jobs of one set of ranks, in the same order on every rank.
+        matrices: All matrices, which ``owners`` indexes.
+        owners: Owners, in the same order on every rank.
+        replicas: Replicas of each of these matrices.
         rank: Rank whose view to plan.
-        peers: Global ranks in the order of the process group.
+        peers: Ranks of all replicas, in the order of their process group.
+        copies: Ranks that `copies_of` names, in the order of their process group.
         itemsize: Bytes of an element on the wire.
-        bucket_bytes: Most bytes that one owner gathers in one bucket, times the number of replicas
-            that get the results.
+        bucket_bytes: Most bytes that one owner gathers in one bucket, times the number of replicas.
+        returns: Whether owners send results back; not where matrices are only measured.
     """
-    moving = [job for job in jobs if not _is_local(job, matrices[job.matrix])]
-    own = [job for job in jobs if job.owner == rank and _is_local(job, matrices[job.matrix])]
+    local = {
+        i: owner for i, owner in owners.items() if matrices[i].regions_by_rank.keys() == {owner}
+    }
+    own = [i for i, owner in local.items() if owner == rank]
+    moving = [i for i in owners if i not in local]
     # A rank receives the results of the owners of all replicas.
-    num_replicas = max((len(matrices[job.matrix].replicas) for job in moving), default=1)
-    most = bucket_bytes // itemsize // num_replicas
-    moving_groups, local_groups = (_group(part, matrices, most) for part in (moving, own))
+    most = bucket_bytes // itemsize // len(replicas)
+    copy_by_rank = {
+        member: copy for copy in copies for home in replicas if copy in home for member in home
+    }
+
+    def held(holder: int, indices: Iterable[int]) -> tuple[Held, ...]:
+        """Regions of some matrices that a rank holds."""
+        return tuple(
+            (index, region)
+            for index in indices
+            for region in matrices[index].regions_by_rank.get(holder, ())
+        )
+
+    def plan_bucket(indices: Sequence[int]) -> BucketPlan:
+        by_owner: dict[int, list[int]] = {peer: [] for peer in peers}
+        for index in indices:
+            by_owner[owners[index]].append(index)
+        by_copy: dict[int, list[int]] = {copy: [] for copy in copies}
+        for peer, owned in by_owner.items():
+            by_copy[copy_by_rank[peer]] += owned
+        is_home = [copy_by_rank[peer] == copy_by_rank[rank] for peer in peers]
+        pairs = list(zip(peers, is_home, strict=True))
+        by_replica = tuple(held(rank, made) for made in by_copy.values() if returns)
+        return BucketPlan(
+            owned=tuple(by_owner[rank]),
+            to_owners=tuple(held(rank, by_owner[peer] if home else ()) for peer, home in pairs),
+            from_holders=tuple(held(peer, by_owner[rank] if home else ()) for peer, home in pairs),
+            by_replica=by_replica,
+            num_by_replica=max(map(count_elements, by_replica), default=0),
+            place=list(copies).index(rank),
+        )
+
     return ExchangePlan(
         rank=rank,
         peers=tuple(peers),
-        buckets=tuple(_plan_bucket(matrices, rank, peers, group) for group in moving_groups),
-        local=tuple(_plan_bucket(matrices, rank, peers, group) for group in local_groups),
+        copies=tuple(copies),
+        buckets=tuple(map(plan_bucket, _group(moving, owners, matrices, most))),
+        local=tuple(map(plan_bucket, _group(own, owners, matrices, most))),
+        returns=returns,
     )
 
 
-def _is_local(job: Job, matrix: Matrix) -> bool:
-    """Whether the owner has nothing to gather and nothing to send back."""
-    others = matrix.regions_by_rank.keys() - {job.owner}
-    return others.isdisjoint(job.sources) and others.isdisjoint(job.targets)
-
-
-def _group(jobs: Sequence[Job], matrices: Sequence[Matrix], most_elements: int) -> list[list[Job]]:
-    """Cut ``jobs`` into buckets, in which no owner has more elements than this, or one job."""
-    buckets: dict[int, list[Job]] = defaultdict(list)
+def _group(
+    indices: Sequence[int], owners: Owners, matrices: Sequence[Matrix], most_elements: int
+) -> list[list[int]]:
+    """Cut matrices into buckets, in which no owner has more elements than this, or one matrix."""
+    buckets: dict[int, list[int]] = defaultdict(list)
     # Each owner has a bucket that it fills, and a number of elements in it.
     bucket_by_owner, filled_by_owner = Counter[int](), Counter[int]()
-    for job in jobs:
-        size, filled = matrices[job.matrix].num_elements, filled_by_owner[job.owner]
+    for index in indices:
+        owner, size = owners[index], matrices[index].num_elements
+        filled = filled_by_owner[owner]
         if filled and filled + size > most_elements:
-            bucket_by_owner[job.owner] += 1
+            bucket_by_owner[owner] += 1
             filled = 0
-        filled_by_owner[job.owner] = filled + size
-        buckets[bucket_by_owner[job.owner]].append(job)
+        filled_by_owner[owner] = filled + size
+        buckets[bucket_by_owner[owner]].append(index)
     return [buckets[number] for number in sorted(buckets)]
-
-
-def _plan_bucket(
-    matrices: Sequence[Matrix], rank: int, peers: Sequence[int], jobs: Sequence[Job]
-) -> BucketPlan:
-    jobs_by_owner: dict[int, list[Job]] = defaultdict(list)
-    for job in jobs:
-        jobs_by_owner[job.owner].append(job)
-
-    def travelling(owner: int, holder: int, role: str) -> tuple[Held, ...]:
-        """Regions that travel between an owner and a rank of its ``sources`` or ``targets``."""
-        return tuple(
-            (job.matrix, region)
-            for job in jobs_by_owner[owner]
-            if holder in getattr(job, role)
-            for region in matrices[job.matrix].regions_by_rank.get(holder, ())
-        )
-
-    return BucketPlan(
-        owned=tuple(job.matrix for job in jobs_by_owner[rank]),
-        to_owners=tuple(travelling(peer, rank, "sources") for peer in peers),
-        from_holders=tuple(travelling(rank, peer, "sources") for peer in peers),
-        to_holders=tuple(travelling(rank, peer, "targets") for peer in peers),
-        from_owners=tuple(travelling(peer, rank, "targets") for peer in peers),
-    )
 
 
 def count_elements(held: Sequence[Held]) -> int:
     """Elements of all regions together."""
     return sum(region.num_elements for _, region in held)
+
+
+def space_of(shape: tuple[int, int]) -> int:
+    """Elements that a whole matrix takes in memory, padded."""
+    return -(-math.prod(shape) // _ALIGNMENT) * _ALIGNMENT

@@ -204,7 +204,8 @@ class MatrixSums:
         self._num_calls, self._num_left = number + 1, self._num_left - 1
         try:
             with record_function("amo::sums"):
-                for ranks, group in self._world.groups_by_ranks.items():
+                for ranks in sorted(self._world.names_by_ranks):
+                    group = self._world.groups_by_ranks[ranks]
                     alike = self._world.names_by_ranks[ranks]
                     names = [name for name in alike if self._sizes[name][number]]
                     if group is None or not names:

@@ -29,23 +29,16 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from typing import Any, Literal, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 from torch.profiler import record_function
 
 from amo_dist.config import MuonConfig, require
-from amo_dist.distributed.bucket import (
-    BUCKETS_IN_FLIGHT,
-    Bucket,
-    Exchange,
-    bring_down,
-    on_host,
-)
+from amo_dist.distributed.bucket import Bucket, Exchange, bring_down, on_host
 from amo_dist.distributed.layout import cut_like
-from amo_dist.distributed.plan import Held, assign, plan_exchange
-from amo_dist.distributed.ranks import GroupLike, Membership, failure_text, this_rank
+from amo_dist.distributed.plan import Held, assign, copies_of, plan_exchange
+from amo_dist.distributed.ranks import GroupLike, Membership, failure_text, members, this_rank
 from amo_dist.engine.ballot import (
     Ballot,
     Ballots,
@@ -403,11 +396,11 @@ class Engine:
                 self._move_gradients(step)
             if self._unsent:
                 self.guarded(step, "updating momentum", self._update_momentum)
-            has_adamw = True  # see `World.names_by_ranks`: there is one exchange at least
-            for exchange in self._exchanges:
-                self.sent_bytes += exchange.sent_bytes
-                self._pipeline(step, exchange.buckets, has_adamw)
-                has_adamw = False
+            self.sent_bytes += sum(exchange.sent_bytes for exchange in self._exchanges)
+            # A rank without a matrix has no exchange, and AdamW all the same.
+            for number, exchange in enumerate(self._exchanges or [None]):
+                buckets = [] if exchange is None else exchange.buckets
+                self._pipeline(step, buckets, has_adamw=number == 0)
             if self._frees_memory:
                 self._release()
             if self.rule.has_post and self.parameters.matrices:
@@ -527,42 +520,46 @@ class Engine:
                     maximize=False,
                 )
 
-    def _pipeline(self, step: Step, buckets: Sequence[Bucket], has_adamw: bool) -> None:
-        """Run the buckets of one set of ranks to their end, with double buffering.
+    def _pipeline(self, step: Step, buckets: Sequence[Bucket], *, has_adamw: bool) -> None:
+        """Run the buckets of one exchange to their end.
 
-        AdamW, with the first set, and the buckets that do not travel run under the first gathers.
-        Turn k of the loop computes bucket k, gathers bucket k + 2, and applies bucket k - 1::
+        AdamW, with the first exchange, and the buckets that do not travel run under the first
+        gather. Turn k of the loop computes bucket k while bucket k + 1 is gathered, and results of
+        bucket k - 1 travel::
 
-                       before   turn 0            turn 1            turn 2
-            bucket 0   gather | compute         | apply
-            bucket 1   gather |                 | compute         | apply
-            bucket 2          |         gather  |                 | compute         | apply
-            bucket 3          |                 |         gather  |                 | ...
+                       before   turn 0            turn 1                     turn 2
+            bucket 0   gather | compute scatter |                  apply   |
+            bucket 1          | gather          | compute          scatter |                 apply
+            bucket 2          |                 | gather                   | compute         scatter
 
-        All of them end before those of the next set begin: three sets that overlap in pairs could
-        otherwise wait for one another in a circle.
+        All of them end before those of the next exchange begin: three sets of ranks that overlap
+        in pairs could otherwise wait for one another in a circle.
         """
         staying = [self._bucket(step, bucket) for bucket in buckets if not bucket.moves]
         moving = [self._bucket(step, bucket) for bucket in buckets if bucket.moves]
         none: Iterator[None] = iter(())  # stands for a bucket before the first or after the last
-        runs = [none, *moving, none, none, none]
-        for run in moving[:BUCKETS_IN_FLIGHT]:
-            next(run, None)  # its gather starts
+        runs = [none, *moving, none, none]
+        next(runs[1], None)  # its gather starts
         if has_adamw:
             self.guarded(step, "AdamW", self._adamw)
         for run in staying:
-            next(run, None)  # it never pauses
-        for last, this, coming in zip(runs, runs[1:], runs[1 + BUCKETS_IN_FLIGHT :], strict=False):
-            next(this, None)  # gathered and orthogonalized; its scatter starts
-            next(coming, None)  # its gather starts, from buffers that are free now
+            for _ in run:
+                pass
+        for last, this, coming in zip(runs, runs[1:], runs[2:], strict=False):
+            next(this, None)  # its momentum has arrived
+            next(coming, None)  # its gather starts
+            next(this, None)  # it is orthogonalized
             next(last, None)  # its results have arrived, and are applied
+            next(this, None)  # its scatter starts, from memory that is free now
 
     def _bucket(self, step: Step, bucket: Bucket) -> Iterator[None]:
-        """One bucket, from momentum to updated parameters; pauses twice if it travels."""
+        """One bucket, from momentum to updated parameters; pauses where others have their turn."""
         targets, wholes = (bucket.outgoing, math.nan), (bucket.wholes, 0.0)
         self.guarded(step, "updating momentum", self._send_momentum, bucket, instead=targets)
         yield from bucket.gather()
+        yield
         self.guarded(step, bucket.label, self._orthogonalize, bucket, instead=wholes)
+        yield
         yield from bucket.scatter()
         self.guarded(step, "updating matrices", self._take_results, bucket)
 
@@ -772,7 +769,7 @@ class Engine:
         *,
         returns: bool = True,
     ) -> list[Exchange]:
-        """The exchange of each set of ranks that shares matrices with this one.
+        """The exchange of each set of matrices with the same replicas.
 
         They follow from what all ranks know, and communicate nothing.
 
@@ -784,22 +781,23 @@ class Engine:
         """
         world, config, matrices = self.world, self.config, self.parameters.matrices
         pairs = zip(schedules, matrices, strict=True)
-        jobs = assign(
-            matrices,
-            [float(s.num_steps * ns_step_flops(*matrix.shape)) for s, matrix in pairs],
-            indices=indices,
-            ownership=config.ownership,
-            returns=returns,
-        )
+        costs = [float(s.num_steps * ns_step_flops(*matrix.shape)) for s, matrix in pairs]
+        owners_by_replicas = assign(matrices, costs, indices=indices, ownership=config.ownership)
         exchanges = []
-        for ranks, group in world.groups_by_ranks.items():
+        for replicas, owners in owners_by_replicas.items():
+            ranks = tuple(sorted(itertools.chain(*replicas)))
+            same_shards = tuple(sorted(copies_of(replicas, world.rank)))
+            group, copies = world.groups_by_ranks[ranks], world.groups_by_ranks[same_shards]
             plan = plan_exchange(
                 matrices,
-                jobs.get(ranks, ()),
+                owners,
+                replicas,
                 rank=world.rank,
-                peers=ranks if group is None else dist.get_process_group_ranks(group),
+                peers=members(group),
+                copies=members(copies),
                 itemsize=dtype.itemsize,
                 bucket_bytes=config.bucket_bytes,
+                returns=returns,
             )
             exchanges.append(
                 Exchange(
@@ -807,6 +805,7 @@ class Engine:
                     matrices,
                     self._pieces,
                     group=group,
+                    copies=copies,
                     device=self.matrix_device,
                     dtype=dtype,
                 )

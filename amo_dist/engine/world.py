@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import torch.distributed as dist
 
 from amo_dist.distributed.layout import Matrix, TensorLayout
+from amo_dist.distributed.plan import copies_of
 from amo_dist.distributed.ranks import (
     Membership,
     RankMismatchError,
@@ -45,7 +46,8 @@ class World:
         replica_sets: All sets of several such ranks in the world, sorted.
         names_by_ranks: Names of the matrices of this process, by each set of ranks that shares
             parameters with this one; none for a set that shares parameters of AdamW alone.
-        groups_by_ranks: Process group of each set of ranks that shares parameters with this one.
+        groups_by_ranks: Process group of each of these sets, and of the ranks of each that hold the
+            same shards as this one.
         speaks: Whether this rank logs what all have agreed on.
         shares_all: Whether every rank shares every parameter, as under DDP and FSDP; False on a
             single process.
@@ -117,6 +119,9 @@ def gather_world(
     own_sets = sorted({ranks for ranks in replica_ranks if len(ranks) > 1})
     # Apart from the texts above, which would differ by shard.
     replica_sets = itertools.chain(*gather_json(own_sets, group).values())
+    # Matrices of one layout share their replicas: tens of thousands have few.
+    replicas = {id(matrix.replicas): matrix.replicas for matrix in parameters.matrices}
+    along = {tuple(sorted(copies_of(own, this_rank()))) for own in replicas.values()}
     num_holders = {len(ranks) for gathered in distinct for ranks, _ in gathered["texts"]}
     return World(
         group=group,
@@ -128,7 +133,7 @@ def gather_world(
         replica_ranks=tuple(replica_ranks),
         replica_sets=tuple(sorted(set(map(tuple, replica_sets)))),
         names_by_ranks=names_by_ranks,
-        groups_by_ranks=membership.groups(names_by_ranks, group),
+        groups_by_ranks=membership.groups({*names_by_ranks, *along}, group),
         speaks=this_rank() == members(group)[0],
         shares_all=len(by_rank) > 1 and num_holders == {len(by_rank)},
     )

@@ -181,9 +181,10 @@ class Muon(torch.optim.Optimizer):
 
     def _count(self) -> None:
         """Number this optimizer among those that the process has made over the same ranks."""
-        ranks = self._engine.membership.ranks
-        _num_made[ranks] += 1
-        self._number = _num_made[ranks]
+        # Without a process group, the ranks of its meshes may not be those of the other ranks.
+        key = self._engine.membership.ranks, self._process_group is None
+        _num_made[key] += 1
+        self._number = _num_made[key]
 
     def _name(self) -> str:
         """Name of this optimizer, alike on all ranks, unless they step two in other orders."""

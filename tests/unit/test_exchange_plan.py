@@ -1,78 +1,113 @@
-"""Plans of all ranks fit together, move what the ledger says, and give every rank its result."""
+"""Plans of all ranks fit together, and give every rank each of its results once."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from amo_dist.distributed.plan import ExchangePlan, Job, assign, plan_exchange
+from amo_dist.distributed.plan import (
+    ExchangePlan,
+    Held,
+    Owners,
+    assign,
+    copies_of,
+    count_elements,
+    plan_exchange,
+)
 from tests.layouts import Model, models
-from tests.ledger import Volume, predict, sent_by_pair
 
 few = settings(max_examples=30, deadline=None)
 WIRE = 2
 """Bytes of an element."""
 
 
-def plan_all(model: Model, jobs: tuple[Job, ...], bucket_bytes: int) -> dict[int, ExchangePlan]:
-    return {
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[Model, Owners, dict[int, ExchangePlan], int]:
+    model = draw(models(max_ranks=24))
+    ((replicas, owners),) = assign(
+        model.matrices,
+        [float(matrix.num_elements) for matrix in model.matrices],
+        ownership=draw(st.sampled_from(["round_robin", "balanced"])),
+    ).items()
+    bucket_bytes = draw(st.sampled_from([1, 100, 1000, 10**6]))
+    plans = {
         rank: plan_exchange(
             model.matrices,
-            jobs,
+            owners,
+            replicas,
             rank=rank,
             peers=model.ranks,
+            copies=copies_of(replicas, rank),
             itemsize=WIRE,
             bucket_bytes=bucket_bytes,
         )
         for rank in model.ranks
     }
+    return model, owners, plans, bucket_bytes
 
 
-@st.composite
-def problems(draw: st.DrawFn) -> tuple[Model, tuple[Job, ...], dict[int, ExchangePlan], int]:
-    model = draw(models(max_ranks=24))
-    (jobs,) = assign(
-        model.matrices,
-        [float(matrix.num_elements) for matrix in model.matrices],
-        ownership=draw(st.sampled_from(["round_robin", "balanced"])),
-    ).values()
-    bucket_bytes = draw(st.sampled_from([1, 100, 1000, 10**6]))
-    return model, jobs, plan_all(model, jobs, bucket_bytes), bucket_bytes
+def held_by(model: Model, rank: int, indices: Sequence[int]) -> list[Held]:
+    return [
+        (i, region) for i in indices for region in model.matrices[i].regions_by_rank.get(rank, ())
+    ]
 
 
 @few
 @given(problems())
 def test_plans_of_all_ranks_fit_together(problem: tuple) -> None:
-    model, jobs, plans, bucket_bytes = problem
+    model, owners, plans, bucket_bytes = problem
     # What one rank sends is what the other receives.
     assert len({len(plan.buckets) for plan in plans.values()}) == 1
     place = {rank: index for index, rank in enumerate(model.ranks)}
-    for source, destination in itertools.product(model.ranks, repeat=2):
-        to, back = place[destination], place[source]
-        for here, there in zip(plans[source].buckets, plans[destination].buckets, strict=True):
-            assert here.to_owners[to] == there.from_holders[back]
-            assert here.to_holders[to] == there.from_owners[back]
-    # They move what the ledger says.
-    pairs = sent_by_pair(model.matrices, jobs, max(model.ranks) + 1)
+    for source, target in itertools.product(model.ranks, repeat=2):
+        for here, there in zip(plans[source].buckets, plans[target].buckets, strict=True):
+            assert here.to_owners[place[target]] == there.from_holders[place[source]]
+    travelling: list[int] = []
     for rank, plan in plans.items():
-        assert plan.num_sent == sum(v.elements for pair, v in pairs.items() if pair[0] == rank)
-    assert sum(pairs.values(), Volume()) == predict(model.matrices, jobs)
-    # Each job is in one bucket of its owner, and no bucket is too full.
-    found: list[int] = []
-    for rank, plan in plans.items():
+        for number, bucket in enumerate(plan.buckets):
+            # Copies hold the same regions, in the same order, in parts of the same length.
+            assert plan.copies[bucket.place] == rank
+            for copy in plan.copies:
+                other = plans[copy].buckets[number]
+                assert (other.by_replica, other.num_by_replica) == (
+                    bucket.by_replica,
+                    bucket.num_by_replica,
+                )
+            home = [*itertools.chain(*bucket.to_owners)]
+            assert [*bucket.by_replica[bucket.place]] == home
+            # Every region of the bucket comes once.
+            all_owned = [i for other in plans.values() for i in other.buckets[number].owned]
+            received = [*itertools.chain(*bucket.by_replica)]
+            assert sorted(received, key=repr) == sorted(held_by(model, rank, all_owned), key=repr)
         for bucket in (*plan.buckets, *plan.local):
-            assert all(jobs[index].owner == rank for index in bucket.owned)
-            found += bucket.owned
-            # All that the sources hold comes, and all that the targets hold goes.
-            for peer, arriving, leaving in zip(
-                plan.peers, bucket.from_holders, bucket.to_holders, strict=True
-            ):
-                regions = {i: model.matrices[i].regions_by_rank.get(peer, ()) for i in bucket.owned}
-                held = [(i, region) for i, own in regions.items() for region in own]
-                assert [*arriving] == [part for part in held if peer in jobs[part[0]].sources]
-                assert [*leaving] == [part for part in held if peer in jobs[part[0]].targets]
+            # Each matrix is in one bucket of its owner, and no bucket is too full.
+            assert all(owners[index] == rank for index in bucket.owned)
+            travelling += bucket.owned
             sizes = [WIRE * model.matrices[index].num_elements for index in bucket.owned]
             assert sum(sizes) <= bucket_bytes or len(sizes) == 1
-    assert sorted(found) == [job.matrix for job in jobs]
+    assert sorted(travelling) == sorted(owners)
+
+
+@few
+@given(problems())
+def test_ranks_send_matrices_there_and_back_and_once_to_each_copy(problem: tuple) -> None:
+    model, owners, plans, _ = problem
+    for rank, plan in plans.items():
+        expected = 0
+        for index, owner in owners.items():
+            matrix = model.matrices[index]
+            home = next(ranks for ranks in matrix.replicas if owner in ranks)
+            if rank != owner and rank in home:
+                expected += matrix.num_held(rank)
+            if rank == owner:
+                expected += matrix.num_elements - matrix.num_held(rank)
+            expected += (len(plan.copies) - 1) * matrix.num_held(rank) * (rank in home)
+        padding = sum(
+            (len(plan.copies) - 1)
+            * (bucket.num_by_replica - count_elements(bucket.by_replica[bucket.place]))
+            for bucket in plan.buckets
+        )
+        assert plan.num_sent == expected + padding

@@ -228,7 +228,7 @@ def _costs(config: Any, groups: Any, dims: Any, steps: Mapping[str, int]) -> dic
         exchange, newton_schulz = cost.memory()
         memory["nccl_bytes"] = NCCL_PEER_BYTES * (min(ranks, GPUS_OF_A_NODE) - 1)
         step = {
-            "owners": len({job.owner for job in cost.jobs}),
+            "owners": len(set(cost.owners.values())),
             "busiest / mean": (cost.flops.max() / cost.flops.mean()).item(),
             "GFLOP of the busiest": cost.flops.max().item() / 1e9,
             "sent bytes": cost.sent,

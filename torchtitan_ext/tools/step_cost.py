@@ -14,9 +14,8 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 
 from amo_dist.config import MuonConfig
-from amo_dist.distributed.bucket import BUCKETS_IN_FLIGHT
 from amo_dist.distributed.layout import Matrix, make_matrix, mesh_layout
-from amo_dist.distributed.plan import Job, assign, count_elements, plan_exchange
+from amo_dist.distributed.plan import assign, copies_of, plan_exchange
 from amo_dist.schedule.allocate import ns_step_flops
 from amo_dist.schedule.types import MatrixInfo
 
@@ -50,7 +49,7 @@ class StepCost:
         config: Settings of ownership and dtypes.
 
     Attributes:
-        jobs: Matrix and owner of each piece of work.
+        owners: Owner of each matrix by its index.
         flops: Newton-Schulz flops by rank, float64 ``(num_ranks,)``.
         sent: Bytes that a rank sends, mean of all ranks.
     """
@@ -73,47 +72,45 @@ class StepCost:
             float(count * ns_step_flops(*info.shape))
             for count, info in zip(counts, registry, strict=True)
         ]
-        jobs = assign(matrices, costs, ownership=config.ownership).values()
-        self.jobs: Sequence[Job] = [*itertools.chain(*jobs)]
         self.flops = torch.zeros(num_ranks, dtype=torch.float64)
-        for job in self.jobs:
-            self.flops[job.owner] += costs[job.matrix]
+        self.owners: dict[int, int] = {}
         sent = 0
-        for job in self.jobs:
-            matrix = matrices[job.matrix]
-            copies = sum(replica[0] in job.targets for replica in matrix.replicas)
-            sent += (1 + copies) * matrix.num_elements - 2 * matrix.num_held(job.owner)
+        self._owners = assign(matrices, costs, ownership=config.ownership)
+        for replicas, owners in self._owners.items():
+            self.owners |= owners
+            for index, owner in owners.items():
+                self.flops[owner] += costs[index]
+                matrix = matrices[index]
+                sent += (1 + len(replicas)) * matrix.num_elements - 2 * matrix.num_held(owner)
         self.sent = self._wire * sent / num_ranks
 
     def memory(self) -> tuple[int, int]:
         """Peak bytes of the busiest rank: buffers of the exchange, and Newton-Schulz beside them.
 
-        Buckets in flight take turns with the buffers of each kind of transfer, and the matrices of
-        the current bucket are held once. A holder has a share of the matrices of every owner, and
-        replicas multiply what an owner sends.
+        The buckets of an exchange take turns in one memory. A holder has a share of the matrices of
+        every owner, and results come from the owners of all replicas.
         """
-        plan = plan_exchange(
-            self._matrices,
-            self.jobs,
-            rank=int(self.flops.argmax()),
-            peers=range(len(self.flops)),
-            itemsize=self._wire,
-            bucket_bytes=self._config.bucket_bytes,
-        )
-        buckets = plan.buckets or plan.local  # on one rank, which exchanges nothing
-        shapes = [[self._matrices[index].shape for index in b.owned] for b in buckets]
-        elements = max((sum(map(math.prod, part)) for part in shapes), default=0)
-        for side in ("to_owners", "from_holders", "to_holders", "from_owners"):
-            sizes = [sum(map(count_elements, getattr(bucket, side))) for bucket in buckets]
-            for turn in range(BUCKETS_IN_FLIGHT):
-                elements += max(sizes[turn::BUCKETS_IN_FLIGHT], default=0)
+        rank, buffers, batches = int(self.flops.argmax()), 0, [0]
         itemsize = getattr(torch, self._config.ns_dtype).itemsize
-        batches = [
-            newton_schulz_bytes(count, shape, itemsize, wire=self._wire)
-            for part in shapes
-            for shape, count in Counter(part).items()
-        ]
-        return self._wire * elements, max(batches, default=0)
+        for replicas, owners in self._owners.items():
+            plan = plan_exchange(
+                self._matrices,
+                owners,
+                replicas,
+                rank=rank,
+                peers=sorted(itertools.chain(*replicas)),
+                copies=copies_of(replicas, rank),
+                itemsize=self._wire,
+                bucket_bytes=self._config.bucket_bytes,
+            )
+            buffers += self._wire * sum(plan.num_elements(self._matrices).values())
+            for bucket in (*plan.local, *plan.buckets):
+                shapes = Counter(self._matrices[index].shape for index in bucket.owned)
+                batches += [
+                    newton_schulz_bytes(count, shape, itemsize, wire=self._wire)
+                    for shape, count in shapes.items()
+                ]
+        return buffers, max(batches)
 
 
 def newton_schulz_bytes(
