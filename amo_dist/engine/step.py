@@ -397,7 +397,7 @@ class Engine:
             if self._unsent:
                 self.guarded(step, "updating momentum", self._update_momentum)
             self.sent_bytes += sum(exchange.sent_bytes for exchange in self._exchanges)
-            # A rank without a matrix has no exchange, and AdamW all the same.
+            # A rank without a matrix has no exchange, but AdamW.
             for number, exchange in enumerate(self._exchanges or [None]):
                 buckets = [] if exchange is None else exchange.buckets
                 self._pipeline(step, buckets, has_adamw=number == 0)
@@ -523,14 +523,14 @@ class Engine:
     def _pipeline(self, step: Step, buckets: Sequence[Bucket], *, has_adamw: bool) -> None:
         """Run the buckets of one exchange to their end.
 
+        While one bucket is computed the next one is gathered, and the results of the last travel.
         AdamW, with the first exchange, and the buckets that do not travel run under the first
-        gather. Turn k of the loop computes bucket k while bucket k + 1 is gathered, and results of
-        bucket k - 1 travel::
+        gather::
 
-                       before   turn 0            turn 1                     turn 2
-            bucket 0   gather | compute scatter |                  apply   |
-            bucket 1          | gather          | compute          scatter |                 apply
-            bucket 2          |                 | gather                   | compute         scatter
+                        turn 0     turn 1     turn 2
+            gather  0        1          2
+            compute             0          1          2
+            scatter                        0          1          2
 
         All of them end before those of the next exchange begin: three sets of ranks that overlap
         in pairs could otherwise wait for one another in a circle.
