@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,7 +22,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from amo_dist import Muon, MuonConfig, make_optimizer, param_groups
-from amo_dist.distributed.layout import local_tensor
+from amo_dist.compat import StridedShard
+from amo_dist.distributed.layout import local_tensor, mesh_layout
 from benchmarks.measure import report
 from benchmarks.shapes import MODELS, shapes_by_name
 from tests.distributed.models import build
@@ -45,13 +46,15 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--optimizer", default="Muon", choices=("Muon", "NorMuon", "AdaMuon"))
     parser.add_argument("--cautious", action="store_true", help="with cautious decay")
+    parser.add_argument("--tp", type=int, default=1, help="ranks of tensor parallelism")
     options = parser.parse_args(args)
-    device, num_elements = count(options.params, options.optimizer, options.cautious)
+    device, num_elements = count(options.params, options.optimizer, options.cautious, tp=options.tp)
     # Products are counted by their flops elsewhere; zeros stand in for transfers here.
     passes = [x for name, x in device.bytes.items() if not name.endswith(("mm", "zero_"))]
     row = {
-        "operations": device.operations.total(),
+        "operations": device.operations.total() - device.operations["launches of copies"],
         "views": sum(device.operations[name] for name in VIEWS),
+        "launches_of_copies": device.operations["launches of copies"],
         "waits": device.waits.total(),
         "bytes_per_element": round(sum(passes) / num_elements, 1),
     }
@@ -59,13 +62,16 @@ def main(args: Sequence[str] | None = None) -> int:
     return 0
 
 
-def count(params: str, name: str = "Muon", cautious: bool = False) -> tuple[Device, int]:
+def count(
+    params: str, name: str = "Muon", cautious: bool = False, *, tp: int = 1
+) -> tuple[Device, int]:
     """The device after one step, and elements of the rank's shards of matrices.
 
     Args:
         params: Dtype of the parameters, or ``master``: bfloat16 with master weights.
         name: Name of the optimizer.
         cautious: Whether weights decay only where the update has their sign.
+        tp: Ranks that divide each matrix by tensor parallelism; the others shard its rows.
     """
     torch.set_num_threads(1)
     is_master = params == "master"
@@ -74,7 +80,9 @@ def count(params: str, name: str = "Muon", cautious: bool = False) -> tuple[Devi
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
         try:
             dtype = torch.bfloat16 if is_master else getattr(torch, params)
-            module = make_module(init_device_mesh("cuda", (RANKS,)), dtype)
+            module = make_module(
+                init_device_mesh("cuda", (RANKS // tp, tp) if tp > 1 else (RANKS,)), dtype
+            )
             config = MuonConfig(
                 ns_guard_every=0,
                 # A narrower model has as many buckets.
@@ -90,14 +98,21 @@ def count(params: str, name: str = "Muon", cautious: bool = False) -> tuple[Devi
             for _ in range(WARMUP):
                 renew_gradients(module)
                 device.clear()
-                step(optimizer)
+                with mock.patch.object(torch, "_foreach_copy_", copy_lists(device)):
+                    step(optimizer)
         finally:
             dist.destroy_process_group()
         return device, num_elements
 
 
 def make_module(mesh: DeviceMesh, dtype: torch.dtype, narrower: int = NARROWER) -> nn.Module:
-    """The narrower model with gradients, its rows sharded over the mesh."""
+    """The narrower model with gradients, sharded over the mesh.
+
+    Args:
+        mesh: Mesh of FSDP, or of FSDP and tensor parallelism.
+        dtype: Dtype of the parameters.
+        narrower: Number by which its widths are divided.
+    """
     model = dataclasses.replace(WHOLE, dim=WHOLE.dim // narrower, ffn_dim=WHOLE.ffn_dim // narrower)
     shapes: dict[str, tuple[int, ...]] = {**shapes_by_name(model)}
     for layer in range(model.layers):
@@ -107,15 +122,33 @@ def make_module(mesh: DeviceMesh, dtype: torch.dtype, narrower: int = NARROWER) 
     shapes["tok_embeddings.weight"] = shapes["output.weight"] = (RANKS * 8, model.dim)
     generator = torch.Generator().manual_seed(0)
 
-    def sharded(shape: tuple[int, ...]) -> Tensor:
-        tensor = torch.randn(shape[0] // RANKS, *shape[1:], generator=generator)
-        tensor = tensor.to(mesh.device_type, dtype)
-        return DTensor.from_local(tensor, mesh, [Shard(0)], run_check=False)
+    def sharded(name: str, shape: tuple[int, ...]) -> Tensor:
+        by_columns = name.endswith(("wo.weight", "w2.weight"))
+        own = [Shard(0), Shard(1)] if by_columns else [StridedShard(0, split_factor=tp), Shard(0)]
+        placements = own if tp > 1 else [Shard(0)]
+        local = mesh_layout(shape, mesh.mesh, placements).local_shape(0)
+        tensor = torch.randn(local, generator=generator).to(mesh.device_type, dtype)
+        return DTensor.from_local(tensor, mesh, placements, run_check=False)
 
-    module = build({name: sharded(shape) for name, shape in shapes.items()})
-    for parameter in module.parameters():
-        parameter.grad = sharded(tuple(parameter.shape))
+    tp = mesh.size(1) if mesh.ndim > 1 else 1
+    module = build({name: sharded(name, shape) for name, shape in shapes.items()})
+    for name, parameter in module.named_parameters():
+        parameter.grad = sharded(name, tuple(parameter.shape))
     return module
+
+
+def copy_lists(device: Device) -> Callable[..., None]:
+    """``torch._foreach_copy_`` that counts launches: one a list, or a tensor where any has gaps."""
+    copy = torch._foreach_copy_
+
+    def counted(
+        targets: Sequence[Tensor], sources: Sequence[Tensor], *args: Any, **kw: Any
+    ) -> None:
+        is_dense = all(x.is_contiguous() for x in (*targets, *sources))
+        device.operations["launches of copies"] += 1 if is_dense else len(targets)
+        copy(targets, sources, *args, **kw)
+
+    return counted
 
 
 def renew_gradients(module: nn.Module) -> None:

@@ -103,13 +103,15 @@ class Bucket:
         if not self.moves:
             self.outgoing, self.incoming = in_wholes(plan.to_owners), in_wholes(plan.by_replica)
             return
-        self._in_wholes = in_wholes(plan.from_holders)
+        regions = in_wholes(plan.from_holders)
         self._to_owners = _pack(plan.to_owners, memory["outgoing"])
         self._from_holders = _pack(plan.from_holders, memory["arriving"])
+        self._arriving = _join(regions, self._from_holders.parts)
         self.outgoing, self.incoming = self._to_owners.parts, list[Tensor]()
         if not plan.by_replica:
             return
         self._to_holders = _pack(plan.from_holders, memory["leaving"])
+        self._leaving = _join(regions, self._to_holders.parts)
         # Results of all replicas, in parts of equal length: the owners of this rank's own replica
         # send theirs to where the collective along the replicas expects them.
         length, num_replicas = plan.num_by_replica, len(plan.by_replica)
@@ -128,8 +130,8 @@ class Bucket:
             yield
             with record_function("amo::gather"):
                 work.wait()
-                if self._in_wholes:
-                    torch._foreach_copy_(self._in_wholes, self._from_holders.parts)
+                for wholes, parts in self._arriving:
+                    torch._foreach_copy_(wholes, parts)
 
     def scatter(self) -> Iterator[None]:
         """Send the results in ``wholes`` back, into ``incoming``; pauses on their way.
@@ -138,8 +140,8 @@ class Bucket:
         """
         if self.moves:
             with record_function("amo::scatter"):
-                if self._in_wholes:
-                    torch._foreach_copy_(self._to_holders.parts, self._in_wholes)
+                for wholes, parts in self._leaving:
+                    torch._foreach_copy_(parts, wholes)
                 work = self._exchange(self._to_holders, self._from_owners)
                 if self._copies is not None and self._all_results.numel():
                     work.wait()
@@ -226,6 +228,42 @@ def _pack(by_peer: Sequence[Sequence[Held]], memory: Tensor) -> _Packed:
     pairs = zip(flat, regions, strict=True)
     parts = [part.view(region.source_shape[-2:]) for part, region in pairs]
     return _Packed(used.view(torch.uint8), [size * memory.itemsize for size in sizes], parts)
+
+
+def _join(wholes: Sequence[Tensor], parts: Sequence[Tensor]) -> list[list[list[Tensor]]]:
+    """Regions of matrices and where they travel, in lists between which copies take few launches.
+
+    A list of dense regions is one launch, and in another list each region is one. So regions with
+    gaps between rows, at equal distances, become one of more dims: the columns of some rows first.
+    """
+    pairs = list(zip(wholes, parts, strict=True))
+    dense = [pair for pair in pairs if pair[0].is_contiguous()]
+    gaps: list[tuple[Tensor, ...]] = [pair for pair in pairs if not pair[0].is_contiguous()]
+    gaps.sort(key=lambda pair: pair[0].storage_offset())
+    for _ in range(2):
+        runs: list[list[tuple[Tensor, ...]]] = []
+        for pair in gaps:
+            apart = _distances(runs[-1][-1], pair) if runs else None
+            if apart and (len(runs[-1]) == 1 or apart == _distances(*runs[-1][:2])):
+                runs[-1].append(pair)
+            else:
+                runs.append([pair])
+        gaps = [_stacked(run) if len(run) > 1 else run[0] for run in runs]
+    return [[list(own) for own in zip(*part, strict=True)] for part in (dense, gaps) if part]
+
+
+def _distances(first: Sequence[Tensor], second: Sequence[Tensor]) -> list[int]:
+    """Elements from each tensor of a pair to that of the next; none unless they are alike."""
+    rows = list(zip(first, second, strict=True))
+    if any(x.shape != y.shape or x.stride() != y.stride() for x, y in rows):
+        return []
+    return [int(y.storage_offset() - x.storage_offset()) for x, y in rows]
+
+
+def _stacked(run: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
+    """Pairs at equal distances as one pair, whose first dim counts them."""
+    rows = zip(run[0], _distances(*run[:2]), strict=True)
+    return tuple(x.as_strided((len(run), *x.shape), (d, *x.stride())) for x, d in rows)
 
 
 def _flat(by_peer: Sequence[Sequence[Held]]) -> Iterator[Held]:

@@ -56,6 +56,12 @@ def test_a_step_on_devices_takes_few_launches(
     assert row["bytes_per_element"] < num_bytes
 
 
+def test_regions_of_columns_take_few_launches() -> None:
+    device, _ = launches.count("float32", tp=8)
+    # One for each of the matrices that tensor parallelism cuts by columns, there and back: four.
+    assert device.operations["launches of copies"] <= 20
+
+
 def test_the_trial_writes_what_each_part_found(tmp_path: Path) -> None:
     python = [sys.executable, "-c"]
     hangs = "import time; print('{\"is\": 1}'); print('a warning', flush=True); time.sleep(600)"
