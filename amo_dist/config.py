@@ -127,9 +127,10 @@ class MuonConfig:
         ownership: Assignment of matrices to owner ranks. ``balanced``: in the order of their flops,
             the greatest first, each to the rank with the least work so far; ``round_robin``: to the
             ranks in turn.
-        bucket_bytes: Approximate bytes of the matrices that one owner gathers at once, divided by
-            the number of replicas (HSDP, DDP); a larger matrix is sent alone. Smaller buckets need
-            less memory and overlap better, larger ones need fewer launches.
+        bucket_bytes: Bytes of the matrices, about, that one owner gathers at once; with r replicas
+            (HSDP, DDP) an r-th of them, as it receives the results of all. A larger matrix is sent
+            alone. Smaller buckets need less memory and overlap better, larger ones need fewer
+            launches.
         ns_kernels: Library that computes the matrix products of Newton-Schulz on CUDA: ``torch``;
             ``quack``, the symmetric products of quack-kernels (install the extra ``quack``), for
             bfloat16 or float16 and compute capability 9.0 or newer; ``auto``: ``quack`` if it can

@@ -244,6 +244,8 @@ def _run(func: Any, args: Any, kwargs: Any, types: Any = ()) -> Any:
             # Fused optimizers read a rate of the CPU, which waits for nothing.
             rate = kwargs.get("lr") if name.startswith("_fused_") else None
             _check(device, name, args, [each for each in there if each is not rate])
+            if name == "_fused_sgd_":
+                _check_sgd(args[2], kwargs)
     pins = kwargs.get("pin_memory") or name == "_pin_memory"
     kwargs = {key: value for key, value in kwargs.items() if key != "pin_memory"}
     if asked is not None and (here or is_ours):
@@ -330,6 +332,14 @@ def _check(device: Device, name: str, args: Any, there: list[Tensor]) -> None:
         )
     if waits:
         device.wait(name)
+
+
+def _check_sgd(buffers: list[Tensor], options: dict[str, Any]) -> None:
+    """Refuse what CUDA's kernel of SGD refuses, and a rate that it would misread."""
+    if buffers and not options["momentum"] > 0:
+        raise RuntimeError("_fused_sgd_: Expected momentum > 0 with buffers of momentum")
+    if isinstance(options["lr"], SimulatedTensor) and options["lr"].dtype != torch.float32:
+        raise RuntimeError(f"_fused_sgd_: a rate of {options['lr'].dtype} is read as float32")
 
 
 def _cross(device: Device, name: str, args: Any, kwargs: Any, found: Any, is_ours: bool) -> None:

@@ -26,6 +26,9 @@ from amo_dist.distributed.plan import (
     space_of,
 )
 
+# Regions of all peers, one after the other.
+_flat = itertools.chain.from_iterable
+
 
 class _Packed(NamedTuple):
     """Regions side by side in memory, as one rank sends or receives them.
@@ -46,8 +49,8 @@ class Bucket:
 
     A step fills ``outgoing``, gathers, computes ``wholes`` in place, scatters, and reads
     ``incoming``. If a bucket does not travel, both are views of ``wholes``. The buckets of an
-    exchange take turns in one memory: one may start to gather when the last has finished to, and
-    likewise to scatter.
+    exchange take turns in one memory: a bucket starts to gather once the last one has gathered,
+    and to scatter once the results of the last one are applied.
 
     Collectives start behind the work that the current stream already has, and waiting for one holds
     back later work of that stream, not the host: so shared memory is safe on CUDA, too. After an
@@ -264,10 +267,6 @@ def _stacked(run: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
     """Pairs at equal distances as one pair, whose first dim counts them."""
     rows = zip(run[0], _distances(*run[:2]), strict=True)
     return tuple(x.as_strided((len(run), *x.shape), (d, *x.stride())) for x, d in rows)
-
-
-def _flat(by_peer: Sequence[Sequence[Held]]) -> Iterator[Held]:
-    return itertools.chain.from_iterable(by_peer)
 
 
 def on_host(places: Sequence[Tensor]) -> list[Tensor]:

@@ -76,7 +76,7 @@ def assign(
     order: Iterable[int] = range(len(matrices)) if indices is None else indices
     owners: dict[Replicas, dict[int, int]] = defaultdict(dict)
     loads: dict[Ranks, dict[int, float]] = defaultdict(partial(defaultdict, float))
-    # Loads that were noted of a set and its candidates, with places and ranks of candidates.
+    # For the candidates of a set: load when last looked at, place among them, and rank of each.
     heaps: dict[tuple[Ranks, Ranks], list[tuple[float, int, int]]] = {}
     # Matrices of one layout share their regions, and are known by them: a thousand ranks are
     # sorted, hashed and searched once for each layout.
@@ -208,7 +208,8 @@ def plan_exchange(
         peers: Ranks of all replicas, in the order of their process group.
         copies: Ranks that `copies_of` names, in the order of their process group.
         itemsize: Bytes of an element on the wire.
-        bucket_bytes: Most bytes that one owner gathers in one bucket, times the number of replicas.
+        bucket_bytes: Most bytes that one owner gathers in one bucket; with r replicas an r-th, as a
+            rank receives the results of all of them.
         returns: Whether owners send results back; not where matrices are only measured.
     """
     local = {
@@ -216,8 +217,8 @@ def plan_exchange(
     }
     own = [i for i, owner in local.items() if owner == rank]
     moving = [i for i in owners if i not in local]
-    # A rank receives the results of the owners of all replicas.
     most = bucket_bytes // itemsize // len(replicas)
+    # For each peer, the rank of its replica with this rank's shards; for its own, this rank.
     copy_by_rank = {
         member: copy for copy in copies for home in replicas if copy in home for member in home
     }
@@ -237,7 +238,7 @@ def plan_exchange(
         by_copy: dict[int, list[int]] = {copy: [] for copy in copies}
         for peer, owned in by_owner.items():
             by_copy[copy_by_rank[peer]] += owned
-        is_home = [copy_by_rank[peer] == copy_by_rank[rank] for peer in peers]
+        is_home = [copy_by_rank[peer] == rank for peer in peers]
         pairs = list(zip(peers, is_home, strict=True))
         by_replica = tuple(held(rank, made) for made in by_copy.values() if returns)
         return BucketPlan(

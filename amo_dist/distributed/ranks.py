@@ -43,15 +43,14 @@ class RankMismatchError(RuntimeError):
 
 # ---------------------------------------------------------------- small messages
 
-# Device of the parameters by group without a backend for the CPU. Keys are objects, as a later
-# group may get an earlier name.
+# Device of the matrices, by group. Keys are objects, as a later group may get an earlier name.
 _devices: WeakKeyDictionary[dist.ProcessGroup, torch.device] = WeakKeyDictionary()
 
 
 def control_device(group: dist.ProcessGroup | None) -> torch.device:
     """Device of small control tensors: the CPU if the group has a backend for it.
 
-    Else it is that of the parameters, not the current one: a script may never have set that.
+    Else it is that of the matrices, not the current one: a script may never have set that.
     """
     if group is None or "cpu:" in dist.get_backend_config(group):
         return torch.device("cpu")

@@ -3,15 +3,16 @@
 Each rank sends a `Ballot`, whose vector of integers one all-reduce brings to its maximum::
 
     2 if a matrix has a gradient, 1 if only another parameter has one, else 0
+    1 if the rank waits, 0 if not, -1 if it failed before it knew
     1 + the rank whose gradient is NaN, inf or too large; 0 without one
     1 + the rank whose last update was NaN or inf; 0 without one
     marks: whether the rank waits, its text, which gradients exist in each set of ranks, and what
         each set of replicas holds
     the negatives of all marks: greatest mark plus greatest negative is at most 1 if all are alike
 
-Every rank gets the same `Tally` of that, so no rank raises while others wait for it. Words, with
-the culprit named, are gathered only if the tally is bad. A rank that could not prepare its step
-sends its error in place of its text.
+Every rank gets the same `Tally` of that, the first four and which marks differ, so no rank raises
+while others wait for it. Words, with the culprit named, are gathered only if the tally is bad. A
+rank that could not prepare its step sends its error in place of its text.
 
 On a CPU the tally is read before anything changes: step k raises for its own gradients. On a
 device, reading would wait for the backward pass, and most steps read late::
@@ -63,11 +64,11 @@ MAX_IDLE_STEPS = 10
 # Largest entry of a matrix's gradient: float32 momentum holds the sum of many of them.
 LARGEST_GRADIENT = 2.0**100
 
-# Positions of two flags in the vector, and the number of its values before the marks.
-_GRADIENT, _UPDATE, _NUM_FLAGS = 1, 2, 3
-# Position of the first value of a `Tally` that says that a step is bad.
-_FIRST_BAD = 2
-# Mark, and negative alike, of a rank without an opinion: it never is the maximum.
+# Positions of two flags in the vector and in a `Tally`, and the number of values before the marks.
+# From the first of these two on, a value of a `Tally` that is not 0 says that a step is bad.
+_GRADIENT, _UPDATE, _NUM_FLAGS = 2, 3, 4
+# Mark, and negative alike, of a rank without an opinion: below all others. Where all ranks abstain,
+# the two add up to a negative number, and none differs.
 _ABSTENTION = -(2**60)
 # Mark of a rank that reads the tally at once. Not 1: marks that differ by one count as alike, for
 # the shares of gradients in `mark_replicas`.
@@ -143,7 +144,7 @@ class Tally(NamedTuple):
     Attributes:
         exists: 2 if a matrix has a gradient on any rank (or any parameter, in a world without
             matrices), 1 if another parameter has one, else 0.
-        waits: `_WAITS` if a rank waits, 0 if none does, `_ABSTENTION` if all have failed.
+        waits: 1 if a rank waits, 0 if none does, -1 if all have failed.
         gradient: 1 + rank with a gradient that is NaN, inf or too large; 0 for none.
         update: 1 + rank whose last update was NaN or inf; 0 for none.
         waits_differ: Whether only some ranks wait.
@@ -206,19 +207,19 @@ class Verdict:
         if not self.is_skipped:
             self.skip_mask = None
 
-    def unread_outcome(self) -> Literal["taken", "skipped", "undone"]:
-        """What `settle` has not told yet: ``taken`` once the host has read it, whatever it was.
+    def pending_outcome(self) -> Literal["skipped", "undone"] | None:
+        """The outcome of a bad step that nobody has read yet; None where nothing is left to learn.
 
         It waits for the device and logs a bad step, but communicates nothing, as one rank may save
         alone: `settle` gives the words of all ranks.
         """
         if self.read is None or self.ballot is None:
-            return "taken"
+            return None
         tally = Tally.of(self.read())
         is_idle = tally.exists < 2 and self.ballots.num_idle == MAX_IDLE_STEPS - 1
         others = tally.update, tally.waits_differ, tally.texts_differ, *tally.sets_differ, is_idle
         if not (tally.gradient or any(others)):
-            return "taken"
+            return None
         logger.warning("step %d changed nothing; the next step says why", self.ballot.step)
         return "skipped" if self.ballots.skips and not any(others) else "undone"
 
@@ -305,7 +306,8 @@ class Ballots:
         replicas = replicas or self._no_marks
         marks += [_ABSTENTION if mark is None else mark for mark in replicas.marks]
         negatives = [mark if mark == _ABSTENTION else -mark for mark in marks]
-        vector = _sent([exists, 0, 0, *marks, *negatives], torch.int64, self._device)
+        head = [exists, -1 if waits is None else int(waits), 0, 0]
+        vector = _sent([*head, *marks, *negatives], torch.int64, self._device)
         updates = self.updates if with_updates else Flags()
         for position, flags in ((_GRADIENT, unusable), (_UPDATE, updates)):
             if flags.values is not None:
@@ -328,10 +330,11 @@ class Ballots:
         """
         reduced = self._reduce(ballot)
         self._failure, self.updates = "", Flags()
-        skip_mask = reduced[_FIRST_BAD:].any()
+        skip_mask = reduced[_GRADIENT:].any()
         if self.num_idle == MAX_IDLE_STEPS - 1:  # one more such step is an error
             skip_mask |= reduced[0] < 2
-        waits, read = ballot.waits, fetch(reduced) if not ballot.waits else reduced.tolist
+        waits = ballot.waits
+        read = reduced.tolist if waits else fetch(reduced)
         if waits is None:
             waits = Tally.of(read()).waits != 0
         verdict = Verdict(self, ballot, read, skip_mask)
@@ -366,8 +369,7 @@ class Ballots:
             dist.all_reduce(vector, op=dist.ReduceOp.MAX, group=group)
         flags, marks = vector[:_NUM_FLAGS], vector[_NUM_FLAGS:].view(2, -1)
         spreads = marks.sum(dim=0) > 1
-        # The order is that of `Tally`; all but the first two are 0 in a good step.
-        return torch.cat([flags[:1], marks[0, :1], flags[1:], spreads.to(torch.int64)])
+        return torch.cat([flags, spreads.to(torch.int64)])
 
     def report_failure(self, part: str, error: Exception) -> None:
         """Keep a failure of this rank for the next ballot: all ranks raise when they read that.
@@ -395,9 +397,10 @@ class Ballots:
 
     def judge(self, ballot: Ballot, tally: Tally) -> bool:
         """Whether to leave a step out; raises if that is an error."""
+        subject = f"step {ballot.step}" if ballot.step else "the coming step"
         if tally.waits_differ:  # ranks that do not wait take part in no collective of words
             raise RankMismatchError(
-                "the coming step: ranks are about to do different things; this one (another one "
+                f"{subject}: ranks are about to do different things; this one (another one "
                 f"has other lines):\n{ballot.text}"
             )
         has_words = bool(tally.gradient or tally.update or any(tally.sets_differ))
@@ -405,7 +408,7 @@ class Ballots:
             # The step changed nothing: what failed here while it ran under the mask needs no error.
             self._failure = ""
         if tally.texts_differ:
-            check_alike("the coming step", ballot.text, self._world.group)
+            check_alike(subject, ballot.text, self._world.group)
         words = self._gather_words(ballot) if has_words else {}
         num_sets = len(self._world.rank_sets)
         if any(tally.sets_differ[:num_sets]):

@@ -64,8 +64,8 @@ class Param:
         index: Position among all parameters of this process.
         is_convolution: Whether its three to five dims are one matrix.
         form: Shape, dtype and device of the tensor at construction.
-        state: Form of this rank's part of each tensor of its state, by name. A wrapper may keep
-            other entries beside them.
+        state_forms: Form of this rank's part of each tensor of its state, by name. A wrapper may
+            keep other entries beside them.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Param:
     index: int
     is_convolution: bool = dataclasses.field(init=False)
     form: Form = dataclasses.field(init=False)
-    state: dict[str, Form] = dataclasses.field(default_factory=dict)
+    state_forms: dict[str, Form] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.form = form_of(self.tensor)
@@ -186,13 +186,13 @@ class Parameters:
         try:
             for param in self.params:
                 own = state[param.tensor]
-                values = ((name, own[name]) for name in param.state)
+                values = ((name, own[name]) for name in param.state_forms)
                 states.append({n: local_of(x) if isinstance(x, DTensor) else x for n, x in values})
             # Lists of all are compared at once: this runs in every step, for hundreds of tensors.
             own_forms = [form_of(x) for own in states for x in own.values()]
         except (KeyError, AttributeError):  # of state that is gone, or no tensor
             self._refuse(state)
-        forms = [form for param in self.params for form in param.state.values()]
+        forms = [form for param in self.params for form in param.state_forms.values()]
         if own_forms != forms or [*map(form_of, whole)] != [param.form for param in self.params]:
             self._refuse(state)
         for param in self.params:
@@ -212,7 +212,7 @@ class Parameters:
                 (param.name, param.tensor, param.form, f": {remedy}"),
                 *(
                     (f"state of {param.name}.{name}", own.get(name), form, ", on this rank")
-                    for name, form in param.state.items()
+                    for name, form in param.state_forms.items()
                 ),
             ]
             for place, value, form, hint in rows:
@@ -227,7 +227,7 @@ class Parameters:
         """Take the form of all state as the one that every step expects."""
         for param in self.params:
             own = state[param.tensor].items()
-            param.state = {name: form_of(local_tensor(value)) for name, value in own}
+            param.state_forms = {name: form_of(local_tensor(value)) for name, value in own}
 
 
 def _describe(form: Form) -> str:

@@ -69,7 +69,7 @@ def mark_replicas(
         for param, replicas in zip(params, world.replica_ranks, strict=True):
             if replicas == ranks:
                 index = param.index
-                tensors = [weights[index], *(states[index][name] for name in param.state)]
+                tensors = [weights[index], *(states[index][name] for name in param.state_forms)]
                 share, square = _share(grads[index])
                 own[param.name] = [sum(map(_digest, tensors)), share]
                 squares += square

@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from typing import Any, Literal, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
@@ -38,7 +39,7 @@ from amo_dist.config import MuonConfig, require
 from amo_dist.distributed.bucket import Bucket, Exchange, bring_down, on_host
 from amo_dist.distributed.layout import cut_like
 from amo_dist.distributed.plan import Held, assign, copies_of, plan_exchange
-from amo_dist.distributed.ranks import GroupLike, Membership, failure_text, members, this_rank
+from amo_dist.distributed.ranks import GroupLike, Membership, failure_text, this_rank
 from amo_dist.engine.ballot import (
     Ballot,
     Ballots,
@@ -85,8 +86,8 @@ class Orders:
         step: Optimizer step, counted from 1.
         schedules: Schedule of each matrix of this process.
         digest: Digest of the settings, of all schedules and of the source's state.
-        owners_by: Plan of owners in force: ``first``, made by the schedules of the first step of
-            this process, or ``locked``, made by those of the lock.
+        owners_of: Step whose schedules weight the owners in force: ``first`` of this process, or
+            that at which AMO ``locked``.
         sample: Names of the matrices to observe after the step; empty at most steps.
         candidates: Coefficients of the schedules whose errors the observation measures, float64 on
             the CPU, ``(schedules, steps, 3)``; None at most steps.
@@ -97,7 +98,7 @@ class Orders:
     step: int
     schedules: Sequence[Schedule]
     digest: str
-    owners_by: Literal["first", "locked"]
+    owners_of: Literal["first", "locked"]
     sample: Sequence[str]
     candidates: Tensor | None
     checked: str | None
@@ -218,11 +219,11 @@ class Engine:
                 self._empty_pieces.append(Piece(matrix, region, scale, param, self._groups))
         # Pieces whose momentum another replica sends to the owner.
         self._unsent: list[Piece] = []
-        # Exchanges of training, and `Orders.owners_by` of their plan. Until all ranks have agreed
+        # Exchanges of training, and `Orders.owners_of` of their owners. Until all ranks have agreed
         # on them they are made anew.
         self._exchanges: list[Exchange] = []
-        self._owners_by: str | None = None
-        self._plan_is_agreed = False
+        self._owners_of: str | None = None
+        self._exchanges_are_agreed = False
         self.sent_bytes = 0
         # `Step.norms` of the last step, for metrics.
         self._norms: list[tuple[float, Tensor]] = []
@@ -271,21 +272,26 @@ class Engine:
             groups: Its parameter groups as they are now.
             state: Its state, by parameter.
         """
-        self._groups[:] = groups
+        self._groups[:] = groups  # in place: the pieces hold this list, too
         self.sent_bytes, self._norms = 0, []
         settings = read_groups(groups, self.check, self.rule.defaults)
         weights, states = self.parameters.tensors(state)
         gradients = self.ballots.local_gradients()
-        needs_plan = orders.owners_by != self._owners_by or not self._plan_is_agreed
-        # Reading the verdict costs a CPU nothing. A device waits where it makes new buffers (a step
-        # cannot run without), measures (a skipped step observes nothing), or is fresh (the step may
-        # come before the first gradient, and does not count then).
-        waits = not self._params_on_device or needs_plan or orders.measures or self.ballots.is_fresh
-        if needs_plan:
+        needs_exchanges = orders.owners_of != self._owners_of or not self._exchanges_are_agreed
+        # Reading the verdict costs a CPU nothing. A device waits where it makes new exchanges (a
+        # rank without them cannot take part in a step under a mask), measures (a skipped step
+        # observes nothing), or is fresh (a step before the first gradient does not count).
+        waits = (
+            not self._params_on_device
+            or needs_exchanges
+            or orders.measures
+            or self.ballots.is_fresh
+        )
+        if needs_exchanges:
             self.discard()  # memory, before new buffers are made
             every = range(len(self.parameters.matrices))
             self._exchanges = self._make_exchanges(every, orders.schedules, self._wire)
-            self._owners_by = orders.owners_by
+            self._owners_of = orders.owners_of
             buckets = [bucket for exchange in self._exchanges for bucket in exchange.buckets]
             for bucket in buckets:
                 names = [self.parameters.matrices[index].name for index in bucket.owned]
@@ -298,7 +304,7 @@ class Engine:
         if orders.sample:
             names = [matrix.name for matrix in self.parameters.matrices]
             indices = [index for index, name in enumerate(names) if name in orders.sample]
-            # Training rounds what it sends, and an observation does not.
+            # Training rounds what it sends to less.
             dtype = torch.float32
             sampled = self._make_exchanges(indices, orders.schedules, dtype, returns=False)
         lines = [
@@ -306,7 +312,7 @@ class Engine:
             self._identity,
             f"settings, schedules and state {orders.digest}",
             f"measured {list(orders.sample)}, {orders.checked}",
-            f"{'a new' if needs_plan else 'the last'} exchange plan",
+            f"{'a new' if needs_exchanges else 'the last'} exchange plan",
             f"{'waits' if waits else 'does not wait'} for the verdict",
         ]
         if self.world.shares_all:  # stages of a pipeline have groups of their own
@@ -351,11 +357,11 @@ class Engine:
         try:
             verdict = self.ballots.vote(step.ballot)
         except Exception:
-            if not self._plan_is_agreed:
+            if not self._exchanges_are_agreed:
                 self.discard()
             self._release()
             raise
-        self._plan_is_agreed = True
+        self._exchanges_are_agreed = True
         if verdict.is_skipped or verdict.is_before_first_gradient:
             self._release()
         return verdict
@@ -372,7 +378,7 @@ class Engine:
 
     def discard(self) -> None:
         """Forget the exchanges: the next step makes new ones."""
-        self._exchanges, self._owners_by, self._plan_is_agreed = [], None, False
+        self._exchanges, self._owners_of, self._exchanges_are_agreed = [], None, False
 
     def run(self, step: Step, verdict: Verdict) -> None:
         """Update every parameter; a collective over the ranks that share parameters.
@@ -392,8 +398,10 @@ class Engine:
             # Moving a gradient is a collective, which hangs if a rank has none or does not take
             # part: this waits for the backward pass until the step is known to be good. A step that
             # the host knows to be bad does not come here.
-            if step.misplaced and verdict.unread_outcome() == "taken":
+            if step.misplaced and verdict.pending_outcome() is None:
                 self._move_gradients(step)
+            elif step.misplaced:
+                step.grads = [None] * len(step.grads)
             if self._unsent:
                 self.guarded(step, "updating momentum", self._update_momentum)
             self.sent_bytes += sum(exchange.sent_bytes for exchange in self._exchanges)
@@ -453,8 +461,8 @@ class Engine:
         Args:
             step: The step; one that this rank could not prepare does no work.
             part: Name of the work.
-            work: Method of the engine.
-            args: Its arguments beside the step.
+            work: Function of the step and of ``args``.
+            args: Its other arguments.
             instead: Tensors to fill if it fails, and the number to fill them with.
         """
         if step.orders is None:  # what lies in its buffers is sent: all ranks run under a mask
@@ -553,7 +561,11 @@ class Engine:
             next(this, None)  # its scatter starts, from memory that is free now
 
     def _bucket(self, step: Step, bucket: Bucket) -> Iterator[None]:
-        """One bucket, from momentum to updated parameters; pauses where others have their turn."""
+        """One bucket, from momentum to updated parameters.
+
+        If it travels, it pauses four times: while it is gathered, when it has arrived, when it is
+        orthogonalized, and while results travel.
+        """
         targets, wholes = (bucket.outgoing, math.nan), (bucket.wholes, 0.0)
         self.guarded(step, "updating momentum", self._send_momentum, bucket, instead=targets)
         yield from bucket.gather()
@@ -727,7 +739,7 @@ class Engine:
         for update in updates:
             param, _, change = update
             part = 0
-            if ROUNDED_OFF in param.state:
+            if ROUNDED_OFF in param.state_forms:
                 num_lent += change.numel()
                 part = 1 + num_lent // GROUP_ELEMENTS
             parts[param.group, part].append(update)
@@ -785,16 +797,19 @@ class Engine:
         owners_by_replicas = assign(matrices, costs, indices=indices, ownership=config.ownership)
         exchanges = []
         for replicas, owners in owners_by_replicas.items():
-            ranks = tuple(sorted(itertools.chain(*replicas)))
-            same_shards = tuple(sorted(copies_of(replicas, world.rank)))
-            group, copies = world.groups_by_ranks[ranks], world.groups_by_ranks[same_shards]
+            sets = itertools.chain(*replicas), copies_of(replicas, world.rank)
+            group, along = (world.groups_by_ranks[tuple(sorted(ranks))] for ranks in sets)
+            peers, copies = (
+                (world.rank,) if own is None else dist.get_process_group_ranks(own)
+                for own in (group, along)
+            )
             plan = plan_exchange(
                 matrices,
                 owners,
                 replicas,
                 rank=world.rank,
-                peers=members(group),
-                copies=members(copies),
+                peers=peers,
+                copies=copies,
                 itemsize=dtype.itemsize,
                 bucket_bytes=config.bucket_bytes,
                 returns=returns,
@@ -805,7 +820,7 @@ class Engine:
                     matrices,
                     self._pieces,
                     group=group,
-                    copies=copies,
+                    copies=along,
                     device=self.matrix_device,
                     dtype=dtype,
                 )

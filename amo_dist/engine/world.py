@@ -44,8 +44,7 @@ class World:
         rank_sets: All sets of several such ranks in the world, sorted.
         replica_ranks: Ranks that hold the same elements as this one, for each parameter.
         replica_sets: All sets of several such ranks in the world, sorted.
-        names_by_ranks: Names of the matrices of this process, by each set of ranks that shares
-            parameters with this one; none for a set that shares parameters of AdamW alone.
+        names_by_ranks: Names of the matrices that this process shares with each set of ranks.
         groups_by_ranks: Process group of each of these sets, and of the ranks of each that hold the
             same shards as this one.
         speaks: Whether this rank logs what all have agreed on.
@@ -103,7 +102,8 @@ def gather_world(
         line = f"{param.name}: {structure}, {hyperparameters[param.group]}"
         lines[param.layout.ranks].append(line)
         listed_by_ranks[param.layout.ranks] += listed
-        names_by_ranks[tuple(sorted(param.layout.ranks))] += [matrix.name for matrix in matrices]
+        if matrices:
+            names_by_ranks[tuple(sorted(param.layout.ranks))] += [m.name for m in matrices]
         gradient_ranks.append(_ranks_with_gradients(param, matrices))
     values = {
         "texts": [(ranks, "\n".join(alike)) for ranks, alike in lines.items()],

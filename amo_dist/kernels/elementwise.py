@@ -201,7 +201,7 @@ def advance(
         skip_mask: Argument of `update_momentum`.
     """
     for dtype, (buffers_part, grads_part, out_part) in _parts(buffers, grads, out):
-        is_sgd = coefficient is None or coefficient == momentum
+        is_sgd = coefficient in (None, momentum) and momentum > 0  # its kernel refuses 0
         if on_cpu(buffers_part[0]) or not (is_sgd and _is_dense(buffers_part, grads_part)):
             update_momentum(buffers_part, grads_part, momentum, skip_mask=skip_mask)
             look_ahead(buffers_part, grads_part, coefficient, out_part)
@@ -209,7 +209,7 @@ def advance(
         added, wide = _widened(dtype, grads_part, buffers_part)
         flat, (ahead,) = new_lists(wide, dtype, 1)
         flat.zero_()
-        # SGD of zeros with a rate of -1 leaves what it would have subtracted.
+        # While SGD updates the buffers, parameters of zero with a rate of -1 become its step.
         _fused_sgd(ahead, added, wide, momentum, coefficient is not None, -1.0, 0.0, skip_mask)
         torch._foreach_copy_(out_part, ahead)
         if wide is not buffers_part:
@@ -260,12 +260,11 @@ def apply_update(
                 if isinstance(step_rate, Tensor):
                     step_rate = step_rate.to(dtype)
                 torch._foreach_mul_(alike, step_rate)
-        kept = _unless_skipped(skip_mask, 1 - rate * weight_decay, 1.0, dtype)
-        if weight_decay != 0 and cautious:
-            torch._foreach_mul_(wide, _cautious(wide, updates_part, kept))
-        elif weight_decay != 0 and not is_fused:
-            torch._foreach_mul_(wide, kept)
         if not is_fused:
+            if weight_decay != 0:
+                kept = _unless_skipped(skip_mask, 1 - rate * weight_decay, 1.0, dtype)
+                factor = _cautious(wide, updates_part, kept) if cautious else kept
+                torch._foreach_mul_(wide, factor)
             torch._foreach_sub_(wide, steps)
         if wide is not params_part:
             torch._foreach_copy_(params_part, wide)
@@ -293,7 +292,7 @@ def _fused_sgd(
         buffers,
         weight_decay=weight_decay,
         momentum=momentum,
-        lr=rate,
+        lr=rate.to(torch.float32) if isinstance(rate, Tensor) else rate,
         dampening=0.0,
         nesterov=nesterov,
         maximize=False,

@@ -25,8 +25,8 @@ from amo_dist.kernels.newton_schulz import EXACT_NORM_BOUND
 
 logger = logging.getLogger(__name__)
 
-# ``tau`` of the AMO paper: the control signal ``ell`` takes a least singular value below it for it.
-# It is absolute, in the unit of the matrix.
+# ``tau`` of the AMO paper: ``ell`` counts a smaller least singular value as this one. It is
+# absolute, in the unit of the matrix.
 DEFAULT_TAU = 1e-10
 # Up to this short side a singular value decomposition is as fast.
 SMALL = 128

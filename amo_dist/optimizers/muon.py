@@ -171,7 +171,10 @@ class Muon(torch.optim.Optimizer):
         # not Muon's.
         del self.defaults["betas"]
         self._structure, self._allow_no_matrices = structure, allow_no_matrices
-        self._process_group, self._dtypes = process_group, (config.ns_dtype, config.wire_dtype)
+        self._process_group, self._given_dtypes = (
+            process_group,
+            (config.ns_dtype, config.wire_dtype),
+        )
         self._assemble(ScheduleState(config, copy.copy(source)))
         self._count()
         read_groups(self.param_groups, self._engine.check, self.rule_class.defaults)
@@ -181,7 +184,8 @@ class Muon(torch.optim.Optimizer):
 
     def _count(self) -> None:
         """Number this optimizer among those that the process has made over the same ranks."""
-        # Without a process group, the ranks of its meshes may not be those of the other ranks.
+        # Apart from those with a process group: a rank that knows other meshes than the rest of its
+        # world may count an optimizer under other ranks, and would give the next another number.
         key = self._engine.membership.ranks, self._process_group is None
         _num_made[key] += 1
         self._number = _num_made[key]
@@ -242,8 +246,8 @@ class Muon(torch.optim.Optimizer):
 
         On devices most steps do not wait for the device, and raise a step later what they would
         raise here; a bad step leaves parameters and state as they were all the same. A step waits
-        if it observes, measures a residual, assigns owners, or moves gradients to the placements of
-        their parameters.
+        if it observes, measures a residual, assigns owners, moves gradients to the placements of
+        their parameters, or if the parameters are in host memory.
         """
         loss = None
         if closure is not None:
@@ -314,7 +318,7 @@ class Muon(torch.optim.Optimizer):
             step=number,
             schedules=schedules,
             digest=digest,
-            owners_by="locked" if has_new_owners else "first",
+            owners_of="locked" if has_new_owners else "first",
             sample=sample,
             candidates=coefficient_table(source.candidates()) if sample else None,
             checked=checked,
@@ -368,7 +372,8 @@ class Muon(torch.optim.Optimizer):
             return
         self._schedule_state = dataclasses.replace(state, source=source)
         if world.speaks:
-            if (plan := getattr(source, "plan", None)) is not None:  # it was made just now
+            # Under a plan nothing is observed: it is new.
+            if (plan := getattr(source, "plan", None)) is not None:
                 logger.info("the plan, beside the uniform schedule:\n%s", plan)
             for line in remarks:
                 logger.warning("%s", line)
@@ -376,12 +381,10 @@ class Muon(torch.optim.Optimizer):
     def _check_residual(self, orders: Orders, residual: float) -> None:
         """Warn of a residual above the bound."""
         self._residual, name, step = residual, orders.checked, orders.step
-        if not residual > GUARD_BOUND:
+        if not (residual > GUARD_BOUND and self._engine.world.speaks):
             return
         info = next(matrix for matrix in self._engine.world.registry if matrix.name == name)
         schedule = self.source.schedules(step)[self.source.key(info)]
-        if not self._engine.world.speaks:
-            return
         logger.warning(
             "step %d: %s, of type %s, is left with a Newton-Schulz residual of %.4g, above %g, "
             "by %d steps: %s",
@@ -466,7 +469,7 @@ class Muon(torch.optim.Optimizer):
         self.state.clear()
         state = self._state_to_save()
         # The others may lie on another device, where other dtypes are in force.
-        ns_dtype, wire_dtype = self._dtypes
+        ns_dtype, wire_dtype = self._given_dtypes
         config = dataclasses.replace(state.config, ns_dtype=ns_dtype, wire_dtype=wire_dtype)
         self._assemble(dataclasses.replace(state, config=config))
         self._engine.make_state(self.state)
@@ -622,10 +625,10 @@ class Muon(torch.optim.Optimizer):
 
     def _state_to_save(self) -> ScheduleState:
         """The state of schedules for a checkpoint, or for a copy."""
-        state, outcome = self._schedule_state, "taken"
+        state, outcome = self._schedule_state, None
         if self._verdict is not None:
             self._engine.ballots.log_updates()
-            outcome = self._verdict.unread_outcome()
+            outcome = self._verdict.pending_outcome()
         if outcome == "undone":
             return self._state_if_undone
         skipped = state.steps_skipped + (outcome == "skipped")
@@ -645,7 +648,7 @@ class Muon(torch.optim.Optimizer):
 
     def _restored(self, record: Mapping[str, Any]) -> ScheduleState:
         """A state from `control_state_dict`'s values, after all checks; changes nothing."""
-        state = controls.restore(record, self._schedule_state, self._dtypes)
+        state = controls.restore(record, self._schedule_state, self._given_dtypes)
         self.rule_class(state.config)  # refuses settings
         return state
 
@@ -683,7 +686,9 @@ class Muon(torch.optim.Optimizer):
         """
         with self.raise_on_all_ranks("load_state_dict"):
             params_by_name, params = self.params_by_name, self._engine.parameters.params
-            own = {p.name: {key: self.state[p.tensor][key] for key in p.state} for p in params}
+            own = {
+                p.name: {key: self.state[p.tensor][key] for key in p.state_forms} for p in params
+            }
             loaded = load.read(self, params_by_name, self._structure.names, own, state_dict)
             schedule_state = self._restored(loaded.control)
             # Last: state of another optimizer has been named by then.
@@ -720,11 +725,11 @@ class Muon(torch.optim.Optimizer):
         group = PicklableGroup(self._process_group, self._engine.membership.ranks)
         kept = {
             "_structure": self._structure,
-            "_dtypes": self._dtypes,
+            "_given_dtypes": self._given_dtypes,
             "_allow_no_matrices": self._allow_no_matrices,
             "_process_group": group,
             "control": self._state_to_save(),
-            "forms": [param.state for param in self._engine.parameters.params],
+            "forms": [param.state_forms for param in self._engine.parameters.params],
         }
         return {**super().__getstate__(), **kept}
 
@@ -736,7 +741,7 @@ class Muon(torch.optim.Optimizer):
         self._assemble(state["control"])
         self._count()
         for param, form in zip(self._engine.parameters.params, state["forms"], strict=True):
-            param.state = form
+            param.state_forms = form
 
     def __repr__(self) -> str:
         """The text of any PyTorch optimizer, without the key of groups that only files fill."""

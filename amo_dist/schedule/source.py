@@ -328,7 +328,8 @@ class Amo(Source):
                 sums[kind] = [total + mean for total, mean in zip(totals, means, strict=True)]
             if invalid:
                 lines.append(f"step {step}: no valid ell for {', '.join(invalid)}: left out")
-        lines += self._remarks_on_tau(step, observed)
+        if self._warns_of_tau:
+            lines += self._remarks_on_tau(step, observed)
         observations = (*self.observations, Observation(step, ell, num_sampled, num_invalid))
         if self._members and step >= self.last_observation:
             self.plan, remarks_on_plan = self._make_plan(observations, sums)
@@ -339,7 +340,7 @@ class Amo(Source):
 
     def _remarks_on_tau(self, step: int, observed: Mapping[str, Measurement]) -> list[str]:
         clamped = sorted(name for name, measured in observed.items() if measured.is_clamped)
-        if not (clamped and self._warns_of_tau):
+        if not clamped:
             return []
         self._warns_of_tau = False
         line = f"step {step}: the least singular value of {', '.join(clamped[:3])} is below 1e-10, "
@@ -356,7 +357,9 @@ class Amo(Source):
             for kind in self._members
         }
         fallback = f"has no valid observation; it falls back to base_ell = {config.base_ell:g}"
-        lines = [f"{kind} {fallback}" for kind, own in ell_by_step_by_type.items() if not own]
+        by_errors = config.planner != "paper"
+        known = sums if by_errors else {kind for kind, own in ell_by_step_by_type.items() if own}
+        lines = [f"{kind} {fallback}" for kind in self._members if kind not in known]
         if config.planner == "paper":
             target = {
                 kind: shrunk(config, statistics.median(own.values()) if own else config.base_ell)
@@ -366,6 +369,7 @@ class Amo(Source):
         else:
             curves: dict[str, ErrorCurve] = {}
             for kind, ell_by_step in ell_by_step_by_type.items():
+                # Errors are summed over the valid observations since settings have changed.
                 num_summed = sum(step > self._errors_since for step in ell_by_step)
                 means = [total / num_summed for total in sums.get(kind, ())]
                 curves[kind] = best_curve(config, means)

@@ -97,7 +97,8 @@ class Measurement(NamedTuple):
 
     Attributes:
         ell: Least singular value over the Frobenius norm; above 0, and 1 but for rounding at most.
-        is_clamped: Whether the absolute tau of the AMO paper took the place of that value.
+        is_clamped: Whether the absolute tau of the AMO paper took the place of the least singular
+            value, and lifted ``ell`` above 1e-6.
         errors: Error of the update by each candidate.
     """
 

@@ -149,6 +149,26 @@ def test_an_optimizer_trains_as_on_the_cpu(kind: type[Muon]) -> None:
         torch.testing.assert_close(param, expected[name], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_rate_on_the_device_and_no_momentum_train_as_on_the_cpu(
+    momentum: float, nesterov: bool
+) -> None:
+    def run(place: str) -> dict[str, Tensor]:
+        fields = {"momentum": momentum, "nesterov": nesterov, "ns_dtype": "float32"}
+        model, optimizer = runs.make(kind=Muon, device=place, **fields)
+        for group in optimizer.param_groups:
+            group["lr"] = torch.tensor(1e-2, device=place)
+        return {name: param.cpu() for name, param in runs.train(model, optimizer, 1, 3).items()}
+
+    expected = run("cpu")
+    with simulated_device():
+        weights = run("cuda")
+    for name, param in weights.items():
+        # As above, of three steps.
+        torch.testing.assert_close(param, expected[name], rtol=1e-5, atol=1e-6)
+
+
 def test_a_bad_gradient_is_left_out_without_a_wait(caplog: pytest.LogCaptureFixture) -> None:
     with simulated_device() as device:
         shapes = runs.SHAPES.items()

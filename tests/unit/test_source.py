@@ -288,3 +288,14 @@ def test_a_source_resumed_anywhere_goes_on_as_it_would_have(
         assert broken.state() == straight.state()
         # A glide begins where the run is.
         assert straight.steps_and_ells_at(step) == last
+
+
+def test_a_type_without_errors_since_settings_changed_falls_back() -> None:
+    """Its earlier observations have no errors that a measured plan could go by."""
+    source = amo(MEASURED)
+    observe(source, 2)
+    other = dataclasses.replace(MEASURED, budget_ratio=0.9, on_config_change="replan")
+    source, lines = resumed(source, 3, other, True), []
+    for step in (4, 6):
+        lines += observe(source, step, {**ELL, "expert": math.nan})
+    assert "expert has no valid observation; it falls back to base_ell = 0.001" in lines
