@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu_trial, launches, newton_schulz, scale
+from benchmarks import gpu_trial, launches, newton_schulz, scale, step_picture
 from tests.integration.processes import CPU, Command
 from tests.simulated_device import simulated_device
 
@@ -60,6 +60,12 @@ def test_regions_of_columns_take_few_launches() -> None:
     device, _ = launches.count("float32", tp=8)
     # One for each of the matrices that tensor parallelism cuts by columns, there and back: four.
     assert device.operations["launches of copies"] <= 20
+
+
+def test_the_picture_of_a_step_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    step_picture.draw(tmp_path / "step.png")
+    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_trial_writes_what_each_part_found(tmp_path: Path) -> None:
