@@ -9,10 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.tensor import Replicate, Shard
 
-from amo_dist.config import OPERATOR_TYPES
-from amo_dist.distributed.layout import Matrix
-from amo_dist.distributed.plan import assign
+from amo_dist.config import OPERATOR_TYPES, MuonConfig
+from amo_dist.distributed.layout import Matrix, make_matrix, mesh_layout
+from amo_dist.distributed.plan import assign, copies_of, plan_exchange
 from amo_dist.schedule.allocate import ns_step_flops
 from benchmarks import scale
 from tests.layouts import Model, build, models
@@ -104,3 +105,33 @@ def test_replicas_own_alike() -> None:
     model = build("hsdp", torch.arange(8).view(4, 2), [(8, 8)] * 6)
     owners = owners_of(model.matrices, [1.0] * 6)
     assert [*owners.values()] == [0, 2, 4, 6, 1, 3]
+
+
+@pytest.mark.parametrize(("replicas", "shards"), [(4, 64), (16, 64), (8, 32)])
+def test_no_rank_sends_much_more_than_the_mean(replicas: int, shards: int) -> None:
+    """Where an owner sent its results to all replicas, the busiest sent 13 times as much."""
+    mesh = torch.arange(replicas * shards).view(replicas, shards)
+    placements = [Replicate(), Shard(0)]
+    shapes = [*scale.shapes_of("70B").values()]
+    matrices = [
+        make_matrix(f"m{i}", mesh_layout(shape, mesh, placements), i)
+        for i, shape in enumerate(shapes)
+    ]
+    costs = [float(ns_step_flops(*matrix.shape)) for matrix in matrices]
+    ((together, owners),) = assign(matrices, costs).items()
+    # One of 37 ranks, and the owner of the largest matrix.
+    ranks = [owners[costs.index(max(costs))], *range(0, replicas * shards, 37)]
+    sent = [
+        plan_exchange(
+            matrices,
+            owners,
+            together,
+            rank=rank,
+            peers=range(replicas * shards),
+            copies=copies_of(together, rank),
+            itemsize=2,
+            bucket_bytes=MuonConfig().bucket_bytes,
+        ).num_sent
+        for rank in ranks
+    ]
+    assert max(sent) <= 1.3 * sum(sent) / len(sent)
