@@ -13,8 +13,13 @@ from tests.distributed.models import build
 from torchtitan_ext.tools.shapes import MODELS as PAPER_MODELS
 from torchtitan_ext.tools.shapes import DecoderShape
 
-MODELS: Mapping[str, DecoderShape] = {**PAPER_MODELS, "small": DecoderShape(4, 96, 288, 4, 4)}
-"""The paper's models, and one of 28 matrices of 96 x 96 to 96 x 288, such as a first try has."""
+MODELS: Mapping[str, DecoderShape] = {
+    **PAPER_MODELS,
+    "small": DecoderShape(4, 96, 288, 4, 4),
+    "narrow": DecoderShape(4, 64, 192, 2, 2),
+    "experts": DecoderShape(21, 256, 128, 0, 0),
+}
+"""The paper's models; two of 28 matrices, such as a first try has; 63 experts of 128 x 256."""
 
 ELL_BY_TYPE = {
     "attn_q": 3e-4,
@@ -29,17 +34,25 @@ ELL_BY_TYPE = {
 
 
 def block(model: DecoderShape) -> list[MatrixInfo]:
-    """The matrices of one block under torchtitan's names, with shapes ``(out, in)``."""
-    q_dim, kv_dim = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    """The matrices of one block under torchtitan's names, with shapes ``(out, in)``.
+
+    Without heads they are those of the feed-forward alone.
+    """
     up, down = (model.ffn_dim, model.dim), (model.dim, model.ffn_dim)
+    feed_forward = [
+        MatrixInfo("feed_forward.w1.weight", up, "mlp_gate"),
+        MatrixInfo("feed_forward.w3.weight", up, "mlp_up"),
+        MatrixInfo("feed_forward.w2.weight", down, "mlp_down"),
+    ]
+    if not model.heads:
+        return feed_forward
+    q_dim, kv_dim = model.heads * model.head_dim, model.kv_heads * model.head_dim
     return [
         MatrixInfo("attention.wq.weight", (q_dim, model.dim), "attn_q"),
         MatrixInfo("attention.wk.weight", (kv_dim, model.dim), "attn_k"),
         MatrixInfo("attention.wv.weight", (kv_dim, model.dim), "attn_v"),
         MatrixInfo("attention.wo.weight", (model.dim, q_dim), "attn_o"),
-        MatrixInfo("feed_forward.w1.weight", up, "mlp_gate"),
-        MatrixInfo("feed_forward.w3.weight", up, "mlp_up"),
-        MatrixInfo("feed_forward.w2.weight", down, "mlp_down"),
+        *feed_forward,
     ]
 
 
