@@ -121,7 +121,8 @@ class Bucket:
         results = memory["incoming"][: num_replicas * length].view(num_replicas, length)
         packed = [_pack([held], part) for held, part in zip(plan.by_replica, results, strict=True)]
         self.incoming += [x for own in packed for x in own.parts]
-        self._from_owners = packed[plan.place]._replace(sizes=self._to_owners.sizes)
+        own = packed[plan.place]
+        self._from_owners = _Packed(own.memory, self._to_owners.sizes, own.parts)
         in_bytes = results.view(torch.uint8)
         self._all_results, self._own_results = in_bytes.flatten(), in_bytes[plan.place]
 

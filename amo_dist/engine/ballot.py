@@ -397,10 +397,9 @@ class Ballots:
 
     def judge(self, ballot: Ballot, tally: Tally) -> bool:
         """Whether to leave a step out; raises if that is an error."""
-        subject = f"step {ballot.step}" if ballot.step else "the coming step"
         if tally.waits_differ:  # ranks that do not wait take part in no collective of words
             raise RankMismatchError(
-                f"{subject}: ranks are about to do different things; this one (another one "
+                "a step: ranks are about to do different things; this one (another one "
                 f"has other lines):\n{ballot.text}"
             )
         has_words = bool(tally.gradient or tally.update or any(tally.sets_differ))
@@ -408,7 +407,7 @@ class Ballots:
             # The step changed nothing: what failed here while it ran under the mask needs no error.
             self._failure = ""
         if tally.texts_differ:
-            check_alike(subject, ballot.text, self._world.group)
+            check_alike("a step", ballot.text, self._world.group)
         words = self._gather_words(ballot) if has_words else {}
         num_sets = len(self._world.rank_sets)
         if any(tally.sets_differ[:num_sets]):

@@ -184,11 +184,9 @@ class Muon(torch.optim.Optimizer):
 
     def _count(self) -> None:
         """Number this optimizer among those that the process has made over the same ranks."""
-        # Apart from those with a process group: a rank that knows other meshes than the rest of its
-        # world may count an optimizer under other ranks, and would give the next another number.
-        key = self._engine.membership.ranks, self._process_group is None
-        _num_made[key] += 1
-        self._number = _num_made[key]
+        ranks = self._engine.membership.ranks
+        _num_made[ranks] += 1
+        self._number = _num_made[ranks]
 
     def _name(self) -> str:
         """Name of this optimizer, alike on all ranks, unless they step two in other orders."""
