@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from amo_dist.config import require
-from amo_dist.schedule.types import MatrixInfo
 from torchtitan_ext.tools.command import printable
-
-GPUS_OF_A_NODE = 8
-MOST_RANKS = 32_768
-"""Most ranks to lay out: half a minute of work."""
 
 
 def add_command(subparsers: Any) -> None:
@@ -23,8 +19,8 @@ def add_command(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "preflight",
         help="check a config for N ranks without starting them",
-        description="Check a config, and print what each optimizer trains, each rank's work, "
-        "traffic and memory, the checkpoints, and the steps at which the schedule changes. "
+        description="Check a config, and print what each optimizer trains, the least memory of a "
+        "rank, the size of a checkpoint, and the steps at which the schedule changes. "
         "Mistakes are listed at the end, and the exit status is then 1. What this machine lacks is "
         "no mistake if it has fewer ranks than --world.",
         epilog="example: amo preflight configs/qwen3_1.7b.toml --world 32; torchtitan's options "
@@ -41,8 +37,9 @@ def add_command(subparsers: Any) -> None:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="also train two steps as one of the ranks, with collectives that torchtitan fakes; "
-        "on a CPU with short sequences",
+        help="also train two steps as one of the ranks, with collectives that torchtitan fakes, "
+        "and print its memory at the peak and the bytes that it sends; on a CPU with short "
+        "sequences",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.set_defaults(run=run, overrides=[])
@@ -58,8 +55,7 @@ def run(args: argparse.Namespace) -> int:
         ValueError: The arguments or the file cannot be read.
     """
     for field, value in (("world", args.world), ("memory-gb", args.memory_gb)):
-        is_right = value is None or 0 < value <= MOST_RANKS
-        require(is_right, f"--{field}", value, f"more than 0 and at most {MOST_RANKS}")
+        require(value is None or 0 < value < math.inf, f"--{field}", value, "more than 0")
     print("loading PyTorch and torchtitan ...", file=sys.stderr, flush=True)
     from torchtitan_ext.config import settings
     from torchtitan_ext.config.checks import collect, missing_on_this_machine, validate_config
@@ -120,13 +116,13 @@ def predict(config: Any, world_size: int, problems: list[str]) -> dict[str, Any]
     if groups is None:
         return report
     report["parameters"] = _parameters(groups)
-    steps = collect(problems, lambda: _steps(config, preflight_memory.registry_of(groups)))
+    steps = collect(problems, lambda: _steps(config, groups))
     if problems:
         return report
     report["Newton-Schulz steps"] = steps
     report["run"] = _run(config, groups, dims)
-    if dims.tp == dims.pp == 1:  # no other layout has a model of costs here
-        report |= _costs(config, groups, dims, steps)
+    memory = preflight_memory.memory_of(config, groups, dims)
+    report["memory of the fullest rank, without activations"] = memory
     return report
 
 
@@ -158,7 +154,7 @@ def _parameters(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _steps(config: Any, registry: Sequence[MatrixInfo]) -> dict[str, int]:
+def _steps(config: Any, groups: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """Newton-Schulz steps by operator type.
 
     AMO's plan comes during the run; until then its uniform steps are shown.
@@ -169,9 +165,16 @@ def _steps(config: Any, registry: Sequence[MatrixInfo]) -> dict[str, int]:
     from amo_dist.config import sort_operator_types
     from amo_dist.optimizers import root
     from amo_dist.schedule.source import as_source
+    from amo_dist.schedule.types import MatrixInfo
     from torchtitan_ext.plugin.optimizers import fixed_schedule
 
     optimizer = config.optimizer
+    registry = [
+        MatrixInfo(name + view.suffix, (1, 1), view.operator_type)
+        for group in groups
+        for name, views in group.get("matrix_views", {}).items()
+        for view in views
+    ]
     types = sort_operator_types(info.operator_type for info in registry)
     if optimizer.name == "AMO":
         return dict.fromkeys(types, optimizer.amo.base_steps)
@@ -201,45 +204,6 @@ def _run(config: Any, groups: Any, dims: Any) -> dict[str, Any]:
         "tokens per step": tokens,
         "tokens": tokens * training.steps,
         "checkpoint_bytes": sum(held_bytes(config, groups, 1)),
-    }
-
-
-def _costs(config: Any, groups: Any, dims: Any, steps: Mapping[str, int]) -> dict[str, Any]:
-    """Work and traffic of the ranks in an optimizer step, and their memory."""
-    from torchtitan_ext.tools.preflight_memory import (
-        NCCL_PEER_BYTES,
-        logit_bytes,
-        memory_of,
-        registry_of,
-    )
-    from torchtitan_ext.tools.step_cost import StepCost, lay_out
-
-    memory, registry = memory_of(config, groups, dims), registry_of(groups)
-    logits = logit_bytes(config, dims)
-    step: dict[str, Any] = {}
-    exchange = newton_schulz = 0
-    if registry:
-        shards = dims.dp_shard * dims.cp
-        # Plain tensors are private to each rank, which does everything itself.
-        ranks = 1 if shards == 1 else dims.dp_replicate * shards
-        matrices = lay_out(registry, ranks, replica_size=shards)
-        muon = config.optimizer.amo if config.optimizer.name == "AMO" else config.optimizer.muon
-        cost = StepCost(registry, matrices, steps, ranks, config=muon)
-        exchange, newton_schulz = cost.memory()
-        memory["nccl_bytes"] = NCCL_PEER_BYTES * (min(ranks, GPUS_OF_A_NODE) - 1)
-        step = {
-            "owners": len({job.owner for job in cost.jobs}),
-            "busiest / mean": (cost.flops.max() / cost.flops.mean()).item(),
-            "GFLOP of the busiest": cost.flops.max().item() / 1e9,
-            "sent bytes": cost.sent,
-        }
-    # The exchange frees its buffers between steps.
-    peak = sum(memory.values()) + max(logits, exchange + newton_schulz)
-    memory |= {"exchange_bytes": exchange, "newton_schulz_bytes": newton_schulz}
-    memory |= {"logits_bytes": logits, "at_most_bytes": peak}
-    return {
-        "optimizer step, mean of ranks": step,
-        "memory of the fullest rank, without activations and gathered parameters": memory,
     }
 
 

@@ -9,9 +9,7 @@ from typing import Any
 import torch
 
 from amo_dist.config import require
-from amo_dist.distributed.layout import make_matrix, replicated_layout
 from amo_dist.operators.tree import read_tree
-from amo_dist.schedule.types import MatrixInfo
 from torchtitan_ext.config.checks import degrees
 
 Groups = Sequence[Mapping[str, Any]]
@@ -20,12 +18,6 @@ EAGER_LOGIT_BYTES = 12
 """
 Bytes per logit at the peak of an eager loss, whatever its dtype: in backward the logarithm of
 softmax, its gradient and that of the logit, each in fp32 (as PyTorch 2.13 allocates).
-"""
-
-NCCL_PEER_BYTES = 470_000_000
-"""
-Bytes that NCCL takes, outside of PyTorch's allocator, for every other GPU of a node from the first
-all-to-all on: 4.34 GB less 1.06 GB, on eight H100s (https://github.com/NVIDIA/nccl/issues/1685).
 """
 
 
@@ -45,18 +37,6 @@ def groups_of(config: Any) -> Groups:
         params = [(place.name, place.parameter) for place in read_tree([model])]
         return [{"params": params, "algorithm": "adamw"}]
     return optimizers.groups_of([model], config.optimizer)
-
-
-def registry_of(groups: Groups) -> list[MatrixInfo]:
-    """Every matrix, in the order in which owners are dealt."""
-    registry = []
-    for group in groups:
-        for name, parameter in group["params"]:
-            layout = replicated_layout(parameter.shape, [0])
-            for view in group.get("matrix_views", {}).get(name, ()):
-                shape = make_matrix("", layout, 0, view.boxes, view.dim).shape
-                registry.append(MatrixInfo(name + view.suffix, shape, view.operator_type))
-    return registry
 
 
 def held_bytes(config: Any, groups: Groups, shards: int) -> tuple[int, int]:
@@ -100,19 +80,24 @@ def logit_bytes(config: Any, dims: Any) -> int:
 
 
 def memory_of(config: Any, groups: Groups, dims: Any) -> dict[str, int]:
-    """Bytes of the fullest rank that last, by what they are for: no activations.
+    """Bytes of the fullest rank by what they are for: no activations, and not the optimizer's step.
 
     Args:
         config: A checked config.
         groups: Parameter groups, see :func:`groups_of`.
-        dims: torchtitan's ``ParallelDims``, without tensor or pipeline parallelism.
+        dims: torchtitan's ``ParallelDims``; under tensor or pipeline parallelism logits alone are
+            counted.
     """
-    params, state = held_bytes(config, groups, dims.dp_shard * dims.cp)
-    return {"parameters_bytes": params, "gradients_bytes": params, "optimizer_state_bytes": state}
+    memory = {"logits_bytes": logit_bytes(config, dims)}
+    if dims.tp == dims.pp == 1:
+        params, state = held_bytes(config, groups, dims.dp_shard * dims.cp)
+        memory |= {"parameters_bytes": params, "gradients_bytes": params}
+        memory["optimizer_state_bytes"] = state
+    return memory
 
 
 def check_memory(config: Any, world_size: int, memory_gb: float) -> None:
-    """Check that a rank can hold what it must, activations and exchange aside.
+    """Check that a rank can hold what it must.
 
     Args:
         config: A checked config.
@@ -122,15 +107,13 @@ def check_memory(config: Any, world_size: int, memory_gb: float) -> None:
     Raises:
         ValueError: Naming the field that helps.
     """
-    dims = degrees(config, world_size)
-    logits, lasting = logit_bytes(config, dims), 0
-    if dims.tp == dims.pp == 1:
-        lasting = sum(memory_of(config, groups_of(config), dims).values())
+    memory = memory_of(config, groups_of(config), degrees(config, world_size))
+    logits, total = memory["logits_bytes"], sum(memory.values())
     text = f"{config.training.local_batch_size}, whose logits take {size(logits)} a rank, beside "
-    text += f"{size(lasting)} of parameters, gradients and optimizer state"
+    text += f"{size(total - logits)} of parameters, gradients and optimizer state"
     expected = f"at most {memory_gb:.1f} GB (a larger loss.num_chunks divides the logits, and "
     expected += "data_parallel_shard_degree the rest)"
-    require(logits + lasting <= memory_gb * 1e9, "training.local_batch_size", text, expected)
+    require(total <= memory_gb * 1e9, "training.local_batch_size", text, expected)
 
 
 def size(num_bytes: float) -> str:
