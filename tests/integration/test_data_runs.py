@@ -10,7 +10,6 @@ import pytest
 from tests.integration.titan_ranks import Job, Server
 from tests.titan.data_corpus import write_packed
 from torchtitan_ext.runs.run_files import read_metrics
-from torchtitan_ext.tools.report.data import load
 
 pytestmark = pytest.mark.slow
 
@@ -19,7 +18,7 @@ def test_validation_reads_all_and_leaves_training_alone(titan: Server, tmp_path:
     files = sorted(Path(json.__file__).parents[1].glob("*.py"))[:7]  # of the standard library
     library = [file.read_text(errors="ignore")[: 700 * (i + 1)] for i, file in enumerate(files)]
     held_out = write_packed(tmp_path / "packed", [library[:3], library[3:]])
-    plain = ("--training.steps=16", "--training.global_batch_size=4", "--metrics.log_freq=5")
+    plain = ("--training.steps=16", "--training.global_batch_size=4")
     validating = (
         "--validator.enable",
         "--validator.freq=8",
@@ -36,8 +35,6 @@ def test_validation_reads_all_and_leaves_training_alone(titan: Server, tmp_path:
         run = titan.run(Job(world, str(folder), (*plain, *validating, batch)))
         found[world] = read_metrics(folder).validations
         assert f"validation loss after step 16: {found[world][-1][1]:.4f}" in run.output()
-        spans = load(folder).spans("phase")  # between the logged steps 5, 10, 15 and 16
-        assert spans == [("observation", 1, 4), ("transition", 5, 7), ("locked", 8, 16)]
     assert run.losses() == unseen.losses()
     assert [step for step, _ in found[2]] == [1, 8, 16]
     losses = [loss for _, loss in found[2]]

@@ -132,7 +132,8 @@ def test_a_schedule_file_sets_the_steps_of_each_type() -> None:
     section = config("Muon", muon=MuonSection(schedule_file=A2))
     container = build([model()], section)
     train(container, 1)
-    assert run_log.phase_and_steps(container.optimizer)[1] == {"attn_q": 6}
+    fields = run_log.optimizer_fields(container.optimizer)
+    assert fields["num_steps_by_type"] == {"attn_q": 6}
 
 
 LR_MULTIPLIERS = {r"layers\.1\..*wq.*": 0.5, r"(?=.*wq).*": 2.0}

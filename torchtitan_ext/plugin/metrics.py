@@ -151,7 +151,6 @@ class MetricsProcessor(titan.MetricsProcessor):
         figures = self.callbacks.figures(step, record)
         record |= figures
         if self.files is not None:
-            record["changes"] = run_log.changes(self._optimizer, self.files.last, step)
             self.files.append(record)
             self.files.save_plan(self._plan)
         extra_metrics |= {**latest["optimizer"], **figures}

@@ -219,7 +219,7 @@ def read_metrics(folder: Path) -> Metrics:
     return metrics
 
 
-_DEFAULTS: dict[str, Any] = {"phase": "", "num_steps_by_type": {}, "optimizer": {}, "changes": ()}
+_DEFAULTS: dict[str, Any] = {"phase": "", "num_steps_by_type": {}, "optimizer": {}}
 
 # ------------------------------------------------------------------ checkpoints
 
