@@ -16,7 +16,7 @@ from torchtitan_ext.tools.report import command as report
 
 EXTRAS = {
     **dict.fromkeys(("torchtitan", "torchdata", "tyro", "numpy", "tiktoken"), "titan"),
-    **dict.fromkeys(("datatrove", "orjson", "zstandard"), "data"),
+    **dict.fromkeys(("datatrove", "orjson", "pyarrow"), "data"),
     **dict.fromkeys(("jinja2", "matplotlib"), "plots"),
     "transformers": "eval",
 }
