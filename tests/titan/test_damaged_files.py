@@ -140,11 +140,6 @@ READERS = [
         "tokenizer/tokenizer_config.json",
         lambda path: Tokenizer.Config(path=str(path.parent)).build(tokenizer_path=""),
     ),
-    Reader(
-        "tokenizer/bpe.tiktoken",
-        lambda path: Tokenizer.Config(kind="tiktoken", path=str(path)).build(tokenizer_path=""),
-        ("empty",),  # a tokenizer of no tokens
-    ),
 ]
 
 

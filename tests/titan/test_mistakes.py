@@ -33,7 +33,6 @@ from torchtitan_ext.plugin.optimizers import MuonSection
 from torchtitan_ext.plugin.parallelize import parallelize
 from torchtitan_ext.tools import train
 
-BPE = str(bpe_folder() / "bpe.tiktoken")
 JSON = str(bpe_folder() / "tokenizer.json")
 
 
@@ -124,11 +123,8 @@ CALLS: list[tuple[Callable[[], object], str]] = [
     (lambda: on_cpu("flex"), "model.attention"),
     (lambda: tokenizer(path="nowhere"), "tokenizer.path"),
     (lambda: tokenizer(path=JSON, eos_token="<eos>"), "tokenizer.eos_token"),
-    (lambda: tokenizer(kind="tiktoken"), "tokenizer.path"),
-    (lambda: tokenizer(kind="tiktoken", path=JSON), "tokenizer.path"),
-    (lambda: tokenizer(kind="tiktoken", path=BPE, eos_token="<eos>"), "tokenizer.eos_token"),
+    (lambda: tokenizer(kind="tiktoken"), "tokenizer.encoding"),
     (lambda: tokenizer(kind="tiktoken", encoding="gpt2"), "tokenizer.encoding"),
-    (lambda: tokenizer(kind="tiktoken", encoding="gpt2", path=BPE), "tokenizer.encoding"),
     (lambda: data("fineweb-edu"), "dataloader.dataset"),
     (lambda: data(dataset_path=None), "dataloader.dataset_path"),
     (lambda: data(path="a=1,b"), "dataloader.dataset_path"),
