@@ -43,7 +43,6 @@ def own_environment() -> Iterator[None]:
 def with_gpus(patch: pytest.MonkeyPatch, count: int) -> None:
     patch.setattr("torch._utils._get_available_device_type", lambda: "cuda" if count else None)
     patch.setattr("torch.cuda.device_count", lambda: count)
-    patch.setattr(machine, "gpu_memory_gb", lambda: 80.0 if count else None)
 
 
 # ------------------------------------------------------------------ before any rank starts

@@ -208,7 +208,6 @@ COMMANDS: list[tuple[int, list[str], list[str]]] = [
     (0, ["train", DEBUG, *HF[3:], "--hf_assets_path=gone", "--newest-step"], ["hf_assets_path"]),
     (0, ["preflight", "no.toml"], ["job.config_file: cannot read no.toml"]),
     (0, ["preflight", QUICK, "--world=0"], ["--world"]),
-    (0, ["preflight", "x.toml", "--memory-gb=0"], ["--memory-gb"]),
     (0, [*PREFLIGHT, "--optimizer.name=Muon", FILE], ["operator_type: found 'mlp_down'"]),
     (0, [*HF, "--hf_assets_path=gone"], ["hf_assets_path"]),
     (0, [*HF, "--tokenizer.path=gone/t.json"], ["tokenizer.path"]),

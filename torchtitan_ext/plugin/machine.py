@@ -73,16 +73,6 @@ def most_ranks() -> int:
     return num_gpus() or 2
 
 
-def gpu_memory_gb() -> float | None:
-    """Memory of the first GPU in 1e9 bytes; None where training runs on CPU."""
-    return torch.cuda.get_device_properties(0).total_memory / 1e9 if num_gpus() else None
-
-
-def memory_bytes() -> int:
-    """Memory of this machine in bytes."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 def resident_peak() -> int:
     """Greatest resident size of this process so far, in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

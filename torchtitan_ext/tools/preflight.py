@@ -19,7 +19,7 @@ def add_command(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "preflight",
         help="check a config for N ranks without starting them",
-        description="Check a config, and print what each optimizer trains, the least memory of a "
+        description="Check a config, and print what each optimizer trains, the lasting memory of a "
         "rank, the size of a checkpoint, and the steps at which the schedule changes. "
         "Mistakes are listed at the end, and the exit status is then 1. What this machine lacks is "
         "no mistake if it has fewer ranks than --world.",
@@ -28,12 +28,6 @@ def add_command(subparsers: Any) -> None:
     )
     parser.add_argument("config", metavar="FILE", help="TOML file, such as those in configs")
     parser.add_argument("--world", type=int, default=32, help="number of ranks (default 32)")
-    parser.add_argument(
-        "--memory-gb",
-        type=float,
-        help="memory of each rank's device, in 1e9 bytes (default: that of this machine's "
-        "accelerator, or 80 if it has fewer ranks than --world)",
-    )
     parser.add_argument(
         "--dry-run",
         action="store_true",
@@ -54,21 +48,16 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: The arguments or the file cannot be read.
     """
-    for field, value in (("world", args.world), ("memory-gb", args.memory_gb)):
-        require(value is None or 0 < value < math.inf, f"--{field}", value, "more than 0")
+    require(args.world > 0, "--world", args.world, "1 or more")
     print("loading PyTorch and torchtitan ...", file=sys.stderr, flush=True)
     from torchtitan_ext.config import settings
     from torchtitan_ext.config.checks import collect, missing_on_this_machine, validate_config
     from torchtitan_ext.plugin import machine
     from torchtitan_ext.tools.dry_run import dry_run
-    from torchtitan_ext.tools.preflight_memory import check_memory
 
     config, problems = settings.load([f"--{settings.FILE}", args.config, *args.overrides])
     is_elsewhere = args.world > machine.most_ranks()
-    memory_gb = args.memory_gb or (80.0 if is_elsewhere else machine.gpu_memory_gb())
     config, problems = validate_config(config, args.world, problems)
-    if memory_gb and not problems:  # Sizes mean little before all fits together.
-        collect(problems, lambda: check_memory(config, args.world, memory_gb))
     report = predict(config, args.world, problems)
     if args.dry_run and not problems:
         print(f"training two steps as one of {args.world} ranks ...", file=sys.stderr, flush=True)
@@ -95,7 +84,6 @@ def predict(config: Any, world_size: int, problems: list[str]) -> dict[str, Any]
         Sections by title: fields by name, or rows.
     """
     from torchtitan_ext.config.checks import collect, degrees
-    from torchtitan_ext.tools import preflight_memory
 
     dims = collect(problems, lambda: degrees(config, world_size))
     names = {"replicate": "dp_replicate", "shard": "dp_shard", "cp": "cp", "tp": "tp", "pp": "pp"}
@@ -112,7 +100,7 @@ def predict(config: Any, world_size: int, problems: list[str]) -> dict[str, Any]
     }
     # An optimizer's own error of a mistake that is known would name it twice.
     is_known = any(line.startswith("optimizer") for line in problems)
-    groups = None if is_known else collect(problems, lambda: preflight_memory.groups_of(config))
+    groups = None if is_known else collect(problems, lambda: groups_of(config))
     if groups is None:
         return report
     report["parameters"] = _parameters(groups)
@@ -121,9 +109,57 @@ def predict(config: Any, world_size: int, problems: list[str]) -> dict[str, Any]
         return report
     report["Newton-Schulz steps"] = steps
     report["run"] = _run(config, groups, dims)
-    memory = preflight_memory.memory_of(config, groups, dims)
-    report["memory of the fullest rank, without activations"] = memory
+    if dims.tp == dims.pp == 1:  # no other layout is counted
+        params, state = held_bytes(config, groups, dims.dp_shard * dims.cp)
+        sizes = {
+            "parameter_bytes": params,
+            "gradient_bytes": params,
+            "optimizer_state_bytes": state,
+        }
+        report["lasting memory of the fullest rank"] = sizes
     return report
+
+
+def groups_of(config: Any) -> Sequence[Mapping[str, Any]]:
+    """Parameter groups as the run makes them, without memory; all of them AdamW's under AdamW.
+
+    Raises:
+        ValueError: For a model that there is not, an unknown matrix inside a block, or an
+            expression that matches no parameter.
+    """
+    import torch
+
+    from amo_dist.operators.tree import read_tree
+    from torchtitan_ext.plugin import models, optimizers
+
+    with torch.device("meta"):
+        model = models.spec(config.model).model.build()
+    optimizers.require_used([model], config.optimizer)
+    if config.optimizer.name == "AdamW":
+        params = [(place.name, place.parameter) for place in read_tree([model])]
+        return [{"params": params, "algorithm": "adamw"}]
+    return optimizers.groups_of([model], config.optimizer)
+
+
+def held_bytes(config: Any, groups: Any, shards: int) -> tuple[int, int]:
+    """Bytes of the fullest rank: of parameters, and of optimizer state.
+
+    FSDP cuts dim 0 as ``torch.chunk`` does: the first rank holds the ceiling.
+    """
+    import torch
+
+    optimizer = config.optimizer
+    itemsize = getattr(torch, config.training.dtype).itemsize
+    params = state = 0
+    for group in groups:
+        bytes_per_entry = 2 * itemsize  # of AdamW
+        if group["algorithm"] == "muon":
+            bytes_per_entry = torch.float32.itemsize * (2 if optimizer.name == "AdaMuon" else 1)
+        for _, parameter in group["params"]:
+            held = -(-parameter.shape[0] // shards) * math.prod(parameter.shape[1:])
+            params += held * itemsize
+            state += held * bytes_per_entry
+    return params, state
 
 
 def _timeline(config: Any) -> list[tuple[int, str]]:
@@ -190,7 +226,6 @@ def _steps(config: Any, groups: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 
 def _run(config: Any, groups: Any, dims: Any) -> dict[str, Any]:
     from torchtitan_ext.batch import sequences_per_step
-    from torchtitan_ext.tools.preflight_memory import held_bytes
 
     training = config.training
     ranks = dims.dp_replicate * dims.dp_shard
@@ -232,9 +267,7 @@ def lines_of(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _text(name: str, value: Any) -> str:
-    from torchtitan_ext.tools.preflight_memory import size
-
     if isinstance(value, (int, float)) and name.endswith("bytes"):
-        return size(value)
+        return f"{value:,.0f}"
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
     return printable(text)

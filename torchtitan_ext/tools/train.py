@@ -113,7 +113,6 @@ def check_and_start(args: argparse.Namespace, arguments: list[str]) -> int:
     print("loading PyTorch and torchtitan ...", file=sys.stderr, flush=True)
     from torchtitan_ext.config import checks, settings
     from torchtitan_ext.plugin import machine
-    from torchtitan_ext.tools.preflight_memory import check_memory
 
     nodes = 1 if args.nodes is None else args.nodes
     for option, number, least in (("nodes", nodes, 1), ("restarts", args.restarts, 0)):
@@ -125,11 +124,7 @@ def check_and_start(args: argparse.Namespace, arguments: list[str]) -> int:
         raise ValueError(f"--numa-binding: found {args.numa_binding!r}, which needs GPUs")
     config, problems = settings.load(arguments)
     ranks = pick_ranks(args.ranks, args.nodes)
-    # A rank on CPU has its share of the machine's memory.
-    memory_gb = machine.gpu_memory_gb() or machine.memory_bytes() / ranks / 1e9
     config, problems = checks.validate_config(config, ranks * nodes, problems)
-    if not problems:  # Sizes mean little before all fits together.
-        checks.collect(problems, lambda: check_memory(config, ranks * nodes, memory_gb))
     problems = problems or checks.missing_on_this_machine(config)
     if problems:
         raise ValueError("\n".join(dict.fromkeys(problems)))
