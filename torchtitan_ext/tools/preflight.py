@@ -114,7 +114,7 @@ def predict(config: Any, world_size: int, problems: list[str]) -> dict[str, Any]
         sizes = {
             "parameter_bytes": params,
             "gradient_bytes": params,
-            "optimizer_state_bytes": state,
+            "state_bytes": state,
         }
         report["lasting memory of the fullest rank"] = sizes
     return report
