@@ -221,7 +221,6 @@ COMMANDS: list[tuple[int, list[str], list[str]]] = [
     (0, [*TOKENIZE, "--pattern=*.csv"], ["source"]),
     (0, [*TOKENIZE, "--tokenizer=hf"], ["tokenizer.path"]),
     (0, [*TOKENIZE, "--tasks=-1"], ["--tasks"]),
-    (0, ["tokenize", "", *TOKENIZE[2:]], ["source"]),
     (0, [*TOKENIZE, "--executor=moon"], ["--executor"]),
 ]
 """Number of GPUs, words, and the fields of all errors."""

@@ -195,21 +195,6 @@ def test_memory_is_that_of_parameters_gradients_and_state() -> None:
     assert predicted["run"]["checkpoint_bytes"] == 4 * (muon + adamw) + 4 * muon + 8 * adamw
 
 
-@pytest.mark.parametrize(
-    ("options", "steps"),
-    [
-        ("", [5] * 7),
-        ("name=Muon muon.schedule=turbo", [4] * 7),
-        ("name=Muon-Turbo", [4] * 7),
-        ("name=ROOT", [5] * 7),
-        (f"name=Muon muon.schedule_file={CONFIGS}/schedules/a1.toml", [5, 4, 5, 5, 4, 4, 4]),
-    ],
-)
-def test_steps_are_those_of_the_optimizer(options: str, steps: list[int]) -> None:
-    words = [f"--optimizer.{option}" for option in options.split()]
-    assert [*report("qwen3_1.7b", 32, *words)["Newton-Schulz steps"].values()] == steps
-
-
 def test_the_timeline() -> None:
     assert report("qwen3_1.7b", 32)["timeline"] == {
         "rate at its peak": 345,

@@ -10,7 +10,6 @@ import codecs
 import functools
 import io
 import math
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -131,7 +130,7 @@ class Rows(ParquetReader):
 class Tokens(DocumentTokenizer):
     """Write the tokens of a task, and the scores of its documents.
 
-    The files get their names when they are complete.
+    The index is written last but for the scores: a task that was killed has none.
 
     Args:
         folder: Folder of the tokens.
@@ -168,13 +167,7 @@ class Tokens(DocumentTokenizer):
                 scores.append(document.metadata["score"])
                 yield document
 
-        # Processes of a killed run may still write to a file of theirs.
-        for left in self.folder.glob(f"{filename}.*.tmp*"):
-            left.unlink(missing_ok=True)
-        scratch = self.folder / f"{filename}.{os.getpid()}.tmp"
-        written = super().write_unshuffled(scored(), scratch.name)
-        os.rename(f"{scratch}.index", self.folder / f"{filename}.index")
+        written = super().write_unshuffled(scored(), filename)
         if self.has_scores:
             (self.folder / f"{filename}.scores").write_bytes(scores.tobytes())
-        os.rename(scratch, self.folder / filename)
         return written

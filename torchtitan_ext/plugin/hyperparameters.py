@@ -21,10 +21,10 @@ logger = logging.getLogger(__name__)
 
 # Keys of a parameter group, and the fields of the config that their values come from.
 _FIELDS = {
-    "initial_lr": ("optimizer.lr",),  # `lr` itself is where the schedule stands
-    "weight_decay": ("optimizer.weight_decay",),
-    "betas": ("optimizer.beta1", "optimizer.beta2"),
-    "eps": ("optimizer.eps",),
+    "initial_lr": "optimizer.lr",  # `lr` itself is where the schedule stands
+    "weight_decay": "optimizer.weight_decay",
+    "betas": "optimizer.beta1, optimizer.beta2",
+    "eps": "optimizer.eps",
 }
 
 
@@ -126,15 +126,9 @@ def _resolve(
 
 
 def _differing(saved: Mapping[str, Any], group: Mapping[str, Any]) -> Iterator[str]:
-    for key, fields in _FIELDS.items():
+    for key, field in _FIELDS.items():
         if key not in saved or key not in group:
             continue
-        for field, old, new in zip(fields, _several(saved[key]), _several(group[key]), strict=True):
-            if old != new:
-                yield (
-                    f"{field}: found {old!r} in the checkpoint, expected {new!r} as in this config"
-                )
-
-
-def _several(value: Any) -> tuple[Any, ...]:
-    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
+        old, new = (tuple(v) if isinstance(v, list) else v for v in (saved[key], group[key]))
+        if old != new:
+            yield f"{field}: found {old!r} in the checkpoint, expected {new!r} as in this config"

@@ -104,10 +104,9 @@ def predict(config: Any, world_size: int, problems: list[str]) -> dict[str, Any]
     if groups is None:
         return report
     report["parameters"] = _parameters(groups)
-    steps = collect(problems, lambda: _steps(config, groups))
+    collect(problems, lambda: _check_schedule(config, groups))
     if problems:
         return report
-    report["Newton-Schulz steps"] = steps
     report["run"] = _run(config, groups, dims)
     if dims.tp == dims.pp == 1:  # no other layout is counted
         params, state = held_bytes(config, groups, dims.dp_shard * dims.cp)
@@ -190,38 +189,25 @@ def _parameters(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _steps(config: Any, groups: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Newton-Schulz steps by operator type.
-
-    AMO's plan comes during the run; until then its uniform steps are shown.
+def _check_schedule(config: Any, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Check that a fixed schedule has the operator types of the model.
 
     Raises:
-        ValueError: For a schedule file that lacks an operator type.
+        ValueError: For a schedule file that lacks one.
     """
-    from amo_dist.config import sort_operator_types
-    from amo_dist.optimizers import root
     from amo_dist.schedule.source import as_source
     from amo_dist.schedule.types import MatrixInfo
     from torchtitan_ext.plugin.optimizers import fixed_schedule
 
-    optimizer = config.optimizer
+    if config.optimizer.name in ("AdamW", "AMO", "ROOT"):
+        return
     registry = [
         MatrixInfo(name + view.suffix, (1, 1), view.operator_type)
         for group in groups
         for name, views in group.get("matrix_views", {}).items()
         for view in views
     ]
-    types = sort_operator_types(info.operator_type for info in registry)
-    if optimizer.name == "AMO":
-        return dict.fromkeys(types, optimizer.amo.base_steps)
-    if optimizer.name == "ROOT":  # its triples are fitted before the first step
-        return dict.fromkeys(types, root.NUM_STEPS)
-    if not types:
-        return {}
-    source = as_source(fixed_schedule(optimizer))
-    source.bind(registry)
-    schedules = source.schedules(1)
-    return {name: schedules[name].num_steps for name in types}
+    as_source(fixed_schedule(config.optimizer)).bind(registry)
 
 
 def _run(config: Any, groups: Any, dims: Any) -> dict[str, Any]:

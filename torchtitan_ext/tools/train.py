@@ -7,7 +7,6 @@ each as ``python -m torchtitan_ext.train``. Under torchrun itself the command is
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import signal
@@ -224,8 +223,6 @@ def start(options: list[str], program: list[str], config: Any, ranks: int) -> in
         reason, status = explain(error.failures)
         print(f"{reason}; logs: {logs}", file=sys.stderr)
         return status
-    except json.JSONDecodeError:  # of the file in which a rank leaves its error
-        reason = "error: a rank failed and could not write why: the disk of dump_folder may be full"
     except SignalException as error:
         status = 128 + error.sigval
         reason = f"error: stopped by {error.sigval.name}, and not every rank saved and left within "
