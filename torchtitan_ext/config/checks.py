@@ -21,7 +21,7 @@ from torchtitan_ext.plugin import losses, machine, models, optimizers
 from torchtitan_ext.plugin.callbacks import Callbacks
 from torchtitan_ext.plugin.checkpoints import STATES
 from torchtitan_ext.runs.run_files import complete_steps, require_local
-from torchtitan_ext.runs.stores import folder_of
+from torchtitan_ext.runs.stores import join, store_of
 
 _T = TypeVar("_T")
 
@@ -238,11 +238,11 @@ def _check_start(config: Any) -> None:
     section = config.checkpoint
     if not section.enable:
         return
-    steps, step = complete_steps(folder_of(config.dump_folder, section.folder)), section.load_step
+    steps, step = complete_steps(join(config.dump_folder, section.folder)), section.load_step
     expected = f"one of {steps} in {config.dump_folder}"
     require(step < 0 or step in steps, "checkpoint.load_step", step, expected)
     path = section.initial_load_path
-    is_right = not path or bool(steps) or folder_of(path).is_dir()
+    is_right = not path or bool(steps) or store_of(path).isdir("")
     require(is_right, "checkpoint.initial_load_path", path, "a folder")
 
 

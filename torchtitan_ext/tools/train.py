@@ -19,7 +19,7 @@ from typing import Any
 
 from torchtitan_ext import environment, train
 from torchtitan_ext.runs.run_files import complete_steps, require_unlocked
-from torchtitan_ext.runs.stores import folder_of
+from torchtitan_ext.runs.stores import join
 from torchtitan_ext.signals import OUTCOME_FILE, STOPPED, end_at_once, handled
 
 RANK = "torchtitan_ext.train"
@@ -129,7 +129,7 @@ def check_and_start(args: argparse.Namespace, arguments: list[str]) -> int:
         raise ValueError("\n".join(dict.fromkeys(problems)))
     folder = Path(config.dump_folder)
     if args.newest_step:
-        print(max(complete_steps(folder_of(folder, config.checkpoint.folder)), default=0))
+        print(max(complete_steps(join(folder, config.checkpoint.folder)), default=0))
         return 0
     require_unlocked(folder, config.checkpoint.stop_seconds)
     on_nodes = f" on {nodes} nodes" if nodes > 1 else ""
