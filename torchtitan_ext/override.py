@@ -119,7 +119,7 @@ def _replacement(
         if isinstance(section, TrainingConfig):
             return _without_graphs(section)
         if isinstance(section, ParallelismConfig):
-            _check_backend(section)
+            machine.check_backend(section.spmd_backend)  # torchtitan has built its meshes by now
             return section
         if isinstance(section, metrics.MetricsProcessor.Config):
             return _derived(section, metrics.MetricsProcessor.Config, MetricsProcessor.Config, own)
@@ -143,13 +143,6 @@ def _without_graphs(section: TrainingConfig) -> TrainingConfig:
         "under them yet"
     )
     return dataclasses.replace(section, disable_cuda_graphs=True)
-
-
-def _check_backend(section: ParallelismConfig) -> None:
-    """Refuse a backend that fails later; by now torchtitan has built its meshes for it."""
-    is_right = not machine.IS_OLD or section.spmd_backend != "spmd_types"
-    expected = "--parallelism.spmd_backend partial_dtensor with a PyTorch before 2.14"
-    require(is_right, "parallelism.spmd_backend", section.spmd_backend, expected)
 
 
 def _derived(section: Any, titan_class: type, amo_class: type, own: dict[str, Any]) -> Any:

@@ -11,10 +11,10 @@ from unittest import mock
 import pytest
 import torch
 
-from torchtitan_ext.batch import sequences_per_step
 from torchtitan_ext.config import settings
-from torchtitan_ext.plugin import patches, validation
+from torchtitan_ext.plugin import patches, sections
 from torchtitan_ext.plugin.callbacks import Callback, CallbackError, Callbacks
+from torchtitan_ext.plugin.hyperparameters import sequences_per_step
 from torchtitan_ext.runs import run_files, run_log
 from torchtitan_ext.runs.step_clock import StepClock
 
@@ -109,7 +109,7 @@ def test_a_step_of_validation_is_a_global_batch(steps: int, expected: int) -> No
     sizes: Any = {"dp_world_size": 2, "local_batch_size": 2, "seq_len": 64}
     sizes["metrics_processor"] = SimpleNamespace(tokens_per_step=8 * 64)
     with mock.patch("torchtitan.components.validate.Validator.__init__") as stock:
-        validation.Validator.Config(steps=steps).build(**sizes)
+        sections.Validator.Config(steps=steps).build(**sizes)
     assert stock.call_args.args[0].steps == expected
 
 

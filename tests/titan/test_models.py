@@ -18,7 +18,7 @@ from torchtitan_ext.config import settings
 from torchtitan_ext.data.loader import document_positions
 from torchtitan_ext.data.tokenizers import ByteTokenizer
 from torchtitan_ext.plugin import models, patches
-from torchtitan_ext.plugin.activations import Activations
+from torchtitan_ext.plugin.sections import Activations
 
 GOLDEN = json.loads((ROOT / "tests/golden/model_specs.json").read_text())
 EOS = ByteTokenizer().eos_id

@@ -15,8 +15,6 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from torchtitan_ext.batch import sequences_per_step
-
 logger = logging.getLogger(__name__)
 
 # Keys of a parameter group, and the fields of the config that their values come from.
@@ -26,6 +24,17 @@ _FIELDS = {
     "betas": "optimizer.beta1, optimizer.beta2",
     "eps": "optimizer.eps",
 }
+
+
+def sequences_per_step(training: Any, dims: Any) -> int:
+    """Sequences of an optimizer step, over all ranks and accumulated batches.
+
+    Args:
+        training: torchtitan's ``[training]``; without a global batch size there is no accumulation.
+        dims: torchtitan's ``ParallelDims``; ranks of one context share their sequences.
+    """
+    batch: int = training.global_batch_size
+    return batch if batch > 0 else training.local_batch_size * dims.dp_replicate * dims.dp_shard
 
 
 class BatchSizes:

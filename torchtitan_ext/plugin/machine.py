@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 
+from amo_dist.config import require
 from amo_dist.doctor.machine import require_usable_driver
 
 
@@ -61,6 +62,17 @@ def spmd_backend() -> Literal["partial_dtensor", "spmd_types"]:
     Before 2.14 ``fully_shard`` takes no plain tensors that are annotated with how they are spread.
     """
     return "partial_dtensor" if IS_OLD else "spmd_types"
+
+
+def check_backend(backend: str) -> None:
+    """Check that the PyTorch at hand can train under ``[parallelism] spmd_backend``.
+
+    Raises:
+        ValueError: It cannot.
+    """
+    expected = "--parallelism.spmd_backend partial_dtensor with a PyTorch before 2.14"
+    is_right = not IS_OLD or backend != "spmd_types"
+    require(is_right, "parallelism.spmd_backend", backend, expected)
 
 
 def num_gpus() -> int:

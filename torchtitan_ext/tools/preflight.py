@@ -86,18 +86,7 @@ def predict(config: Any, world_size: int, problems: list[str]) -> dict[str, Any]
     from torchtitan_ext.config.checks import collect, degrees
 
     dims = collect(problems, lambda: degrees(config, world_size))
-    names = {"replicate": "dp_replicate", "shard": "dp_shard", "cp": "cp", "tp": "tp", "pp": "pp"}
-    parts = {name: getattr(dims, field, 1) for name, field in names.items()}
-    layout = " x ".join(f"{name} {n}" for name, n in parts.items() if n > 1)
-    report: dict[str, Any] = {
-        "config": {
-            "model": config.model.flavor,
-            "optimizer": config.optimizer.name,
-            "ranks": world_size,
-            "layout": layout or "one rank",
-        },
-        "timeline": {event: step for step, event in _timeline(config)},
-    }
+    report: dict[str, Any] = {"timeline": {event: step for step, event in _timeline(config)}}
     # An optimizer's own error of a mistake that is known would name it twice.
     is_known = any(line.startswith("optimizer") for line in problems)
     groups = None if is_known else collect(problems, lambda: groups_of(config))
@@ -211,15 +200,14 @@ def _check_schedule(config: Any, groups: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _run(config: Any, groups: Any, dims: Any) -> dict[str, Any]:
-    from torchtitan_ext.batch import sequences_per_step
+    from torchtitan_ext.plugin.hyperparameters import sequences_per_step
 
     training = config.training
     ranks = dims.dp_replicate * dims.dp_shard
     batch = sequences_per_step(training, dims)
     tokens = batch * training.seq_len
     return {
-        "steps": training.steps,
-        "peak rate": config.optimizer.lr,
+        "sharded over": dims.dp_shard,
         "sequences per step": batch,
         "accumulated batches": batch // (training.local_batch_size * ranks),
         "tokens per step": tokens,

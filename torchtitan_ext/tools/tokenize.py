@@ -46,7 +46,7 @@ def tokenize(args: argparse.Namespace) -> int:
     from torchtitan_ext.data.corpus import SETTINGS, open_packed
     from torchtitan_ext.data.pipeline import Rows, Tokens
     from torchtitan_ext.data.tokenizers import Tokenizer
-    from torchtitan_ext.runs.differences import differences
+    from torchtitan_ext.runs.records import differences
 
     require(args.tasks >= 0, "--tasks", args.tasks, "1 or more, or 0 for all cores")
     tokenizer = Tokenizer.Config(
