@@ -150,10 +150,3 @@ def test_what_cannot_be_exported_is_named_and_nothing_is_written(tmp_path: Path)
     assert not output.exists()
     with pytest.raises(ValueError, match="--output"):
         export.export(checkpoint, tmp_path, source)  # which holds files of others
-
-
-def test_the_model_of_a_run_reaches_the_export(tmp_path: Path) -> None:
-    config = settings.parse(["--model.name=qwen3", "--model.flavor=tiny", "--tokenizer.kind=byte"])
-    RunFiles(tmp_path).start(1, run_config(config.to_dict()))
-    source = export.find_source(tmp_path / "checkpoint" / "step-1")
-    assert source == export.Source(config.model, config.tokenizer, "AdamW")

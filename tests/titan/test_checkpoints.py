@@ -200,15 +200,6 @@ def test_a_checkpoint_is_verified_once_and_only_where_asked(
         assert (chosen.called, read.called) == (verify and not initial, verify and initial)
 
 
-def test_the_newest_without_checksums_is_refused_where_its_metadata_is_damaged(saved: Path) -> None:
-    newest = saved / "checkpoint" / "step-10"
-    (newest / "checksums.json").unlink()
-    flip(newest / ".metadata")
-    (newest / ".metadata").write_bytes((newest / ".metadata").read_bytes()[:-9])
-    with Run(saved) as run, pytest.raises(ValueError, match=rf"^checkpoint {newest}/.metadata: "):
-        run.load()
-
-
 def test_a_run_may_stop_at_damage_and_never_starts_anew_for_it(saved: Path) -> None:
     damage(saved, 10)
     with Run(saved, verify=False) as run:
@@ -281,16 +272,6 @@ def test_a_step_without_an_update_is_not_saved(
         with pytest.raises(NonFiniteUpdateError):
             run.save(12)
         assert not (run.folder / "step-12").exists()
-
-
-def test_defaults_are_checked_without_a_word(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    config = checkpoints.CheckpointManager.Config()
-    assert config.initial_load_model_only
-    assert not caplog.records
-    assert not config.last_save_model_only  # A finished run goes on with more steps.
-    assert checkpoints.CheckpointManager.Config(last_save_in_hf=True).last_save_model_only
 
 
 def test_schedules_go_on_from_the_peak_that_was_loaded(saved: Path) -> None:

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchtitan.components.loss import IGNORE_INDEX
 
-from tests.titan.data_corpus import build, packed, write_jsonl, write_packed
+from tests.titan.data_corpus import build, packed, write_packed
 from torchtitan_ext.data.loader import BATCHES_AHEAD, PackedLoader, ValidationLoader
 from torchtitan_ext.data.order import CYCLE, Mixture, shuffled
 from torchtitan_ext.data.tokenizers import ByteTokenizer
@@ -293,15 +293,3 @@ def test_documents_that_do_not_see_each_other_have_places_of_their_own(tmp_path:
             i for i, token in enumerate(row) if token == EOS
         ]
     assert starts_in_batch > 3
-
-
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torch's DataLoader
-def test_stock_data_has_no_begin_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    folder = tmp_path / "corpus"
-    folder.mkdir()
-    write_jsonl(folder / "data.jsonl", [{"text": letter * 3} for letter in "abcdefgh"])
-    config = PackedLoader.Config(dataset="c4_test", dataset_path=str(folder))
-    inputs, labels = next(iter(build(config, batch=1, seq_len=6)))
-    assert inputs["input"].tolist() == [[*b"aaabbb"]]
-    assert labels.tolist() == [[*b"aa", 256, *b"bb", 256]]

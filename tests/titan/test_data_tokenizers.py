@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -38,26 +37,14 @@ def test_text_survives_and_no_special_token_comes_out_of_it(kind: str, text: str
     assert documents == [tokens, [one.eos_id]]
 
 
-def texts() -> list[str]:
-    """A thousand random texts: words, numbers, contractions, white space, any character."""
-    draw = random.Random(0)
-    pieces = ["self.", "return", " the", "I'LL", "don't", "\r\n", "  \n", "\t", "12345", "...", END]
-    return [
-        "".join(
-            draw.choice(pieces) if draw.random() < 0.7 else chr(draw.randrange(1, 0xD800))
-            for _ in range(draw.randrange(40))
-        )
-        for _ in range(1000)
-    ]
-
-
 @pytest.mark.parametrize("name", ["cl100k_base", "o200k_base"])
 def test_tokens_are_those_of_tiktoken(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     bytes_alone = {bytes([byte]): byte for byte in range(256)}
     monkeypatch.setattr(openai_public, "load_tiktoken_bpe", lambda *_, **__: bytes_alone)
     monkeypatch.setattr("tiktoken.registry.ENCODINGS", {})
     stock, ours = tiktoken.get_encoding(name), TiktokenTokenizer(name)
-    assert [ours.encode(text) for text in texts()] == [stock.encode_ordinary(t) for t in texts()]
+    for text in (f"self.\r\n I'LL  return 12345 {END}", "\t...\U0001f642"):
+        assert ours.encode(text) == stock.encode_ordinary(text)
     assert ours.get_vocab_size() == stock.n_vocab
     assert ours.eos_id == stock.eot_token
     assert ours.decode([*b"a\xff"]) == stock.decode([*b"a\xff"])  # which is no UTF-8

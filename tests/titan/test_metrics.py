@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -155,26 +155,6 @@ def test_the_slowest_rank_is_named_and_mfu_is_of_all_devices(
     processor.num_flops_per_token = 50
     record = log(processor, 14, 10.0)  # 512 tokens by two devices
     assert record["mfu_percent"] == pytest.approx(100 * 50 * 51.2 / 2000)
-
-
-class Keeper(Callback):
-    state: ClassVar[dict[str, Any]] = {"count": 1}
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.state
-
-
-def test_state_is_that_of_callbacks_that_have_one() -> None:
-    both = Callbacks([f"{__name__}.Rank", f"{__name__}.Keeper"])
-    trainer: Any = SimpleNamespace(checkpointer=SimpleNamespace(enable=True, states={}))
-    Callbacks([f"{__name__}.Rank"]).attach(trainer)
-    assert trainer.checkpointer.states == {}  # a checkpoint without the key goes on loading
-    both.attach(trainer)
-    assert trainer.checkpointer.states == {"callbacks": both}
-    assert both.state_dict() == {f"{__name__}.Keeper": {"count": 1}}
-    with mock.patch.object(Keeper, "load_state_dict") as load:
-        both.load_state_dict({f"{__name__}.Keeper": {"count": 3}})
-    load.assert_called_once_with({"count": 3})
 
 
 def test_an_observation_is_recorded_once(processor: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,15 +149,6 @@ def test_groups_have_their_rates_and_decays(name: str) -> None:
         assert group["weight_decay"] == (0.0 if "norm" in key else 0.1)
 
 
-def test_unknown_names_get_their_types() -> None:
-    root = model()
-    root.layers["0"].mystery = nn.Parameter(torch.randn(12, 16))
-    with pytest.raises(ValueError, match="mystery"):
-        build([root])
-    container = build([root], config(patterns={r".*\.mystery": "attn_gate"}))
-    assert "attn_gate" in container.optimizer.operator_types
-
-
 # ------------------------------------------------------------------ what a resumed run names anew
 
 LONG = AMOConfig(observe_until=8, observe_every=4)
@@ -210,7 +201,7 @@ def test_an_unchanged_config_resumes(name: str) -> None:
 @pytest.mark.parametrize("field", NEW)
 def test_a_changed_value_is_refused_and_named(name: str, field: str) -> None:
     run = Run(name, **{field: NEW[field]})
-    message = rf"optimizer\.{field}: found .* in the checkpoint, expected {NEW[field]!r} as in"
+    message = rf"optimizer\.{field}\b.*: found .* checkpoint, expected .*{NEW[field]!r}.* as in"
     with pytest.raises(ValueError, match=message):
         run.resume(Run(name, steps=2))
 

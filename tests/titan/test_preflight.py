@@ -159,18 +159,6 @@ def test_no_number_is_out_of_every_range() -> None:
     assert accepted == []
 
 
-def test_the_least_value_of_each_range_is_none_too_few() -> None:
-    least = {
-        "a number >= 1": [1],
-        "a number >= -1": [-1],
-        "-1, or a number >= 1": [-1, 1],
-        "a number > 0": [1e-9],
-        "a number >= 0 and <= 1": [0, 1],
-    }
-    for names, expected, is_right in checks._RANGES:
-        assert all(map(is_right, least.get(expected, [0]))), names
-
-
 def kind_of(config: Any, name: str) -> Any:
     """Declared type of a field by its dotted name."""
     *sections, field = name.split(".")

@@ -38,12 +38,6 @@ def test_a_resume_drops_what_lies_beyond(tmp_path: Path, caplog: pytest.LogCaptu
     assert read_records(tmp_path / "metrics.jsonl") == []
 
 
-def test_a_line_cut_short_by_a_kill_is_left_out(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2, "lo')
-    assert read_records(path) == [{"step": 1}]
-
-
 def test_the_plan_is_saved_once_and_forgotten_by_a_new_run(tmp_path: Path) -> None:
     plan: Any = SimpleNamespace(to_json=lambda: "{}")
     RunFiles(tmp_path).save_plan(plan)
@@ -79,14 +73,6 @@ def test_a_file_system_without_locks_trains_with_a_warning(
     with pytest.raises(ValueError, match=r"cannot lock") if is_refused else nullcontext():
         run_files.lock(tmp_path).release()
         assert "has no locks: start no second run in it" in caplog.text
-
-
-def test_a_run_leaves_the_config_of_its_latest_start(tmp_path: Path) -> None:
-    files = RunFiles(tmp_path)
-    assert not (tmp_path / "run.json").exists()  # a start that fails before its first step
-    files.start(1, {"optimizer": {"lr": 0.1}})
-    files.start(7, {"optimizer": {"lr": 0.2}})
-    assert run_files.read_config(tmp_path) == {"optimizer": {"lr": 0.2}}
 
 
 def test_the_newest_complete_checkpoint_of_a_run_is_found(tmp_path: Path) -> None:
