@@ -177,10 +177,7 @@ def test_slurm_gets_the_tasks_and_the_programs_of_this_environment(tmp_path: Pat
     "damage",
     [
         lambda shard: shard.unlink(),
-        lambda shard: shard.write_bytes(shard.read_bytes()[:-2]),
-        lambda shard: shard.with_name(f"{shard.name}.index").unlink(),
         lambda shard: np.array([5, 5, 14]).tofile(shard.with_name(f"{shard.name}.index")),
-        lambda shard: shard.with_name(f"{shard.name}.scores").write_bytes(b"12345678"),
         lambda shard: shard.write_bytes(b"\xff" * shard.stat().st_size),
     ],
 )

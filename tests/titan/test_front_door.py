@@ -104,13 +104,6 @@ def test_no_file_commands_the_terminal(tmp_path: Path, capsys: pytest.CaptureFix
 PLAN = "-m torchtitan_ext plan --ell attn_q=3e-4"
 
 
-def test_nested_options_are_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
-    override = 'torchtitan_ext.override.amo={"lr": ' + "[" * 100_000
-    words = ["preflight", "configs/quickstart.toml", "--override.imports", override]
-    assert cli.main(words) == 2
-    assert capsys.readouterr().err.splitlines()[-1].startswith("error: maximum recursion depth")
-
-
 def test_a_reader_that_closes_its_end_is_no_failure() -> None:
     """As in ``amo plan ... | head``."""
     program = f"exec > >(:); wait $!; exec python {PLAN}"

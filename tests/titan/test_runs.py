@@ -8,8 +8,6 @@ import os
 import threading
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -36,14 +34,6 @@ def test_a_resume_drops_what_lies_beyond(tmp_path: Path, caplog: pytest.LogCaptu
     again.start(1)
     assert "dropped 3 records from step 1 on" in caplog.text  # of another run, it may be
     assert read_records(tmp_path / "metrics.jsonl") == []
-
-
-def test_the_plan_is_saved_once_and_forgotten_by_a_new_run(tmp_path: Path) -> None:
-    plan: Any = SimpleNamespace(to_json=lambda: "{}")
-    RunFiles(tmp_path).save_plan(plan)
-    assert (tmp_path / "plan.json").read_text() == "{}\n"
-    RunFiles(tmp_path).start(1)
-    assert not (tmp_path / "plan.json").exists()
 
 
 def test_two_runs_do_not_share_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
