@@ -232,8 +232,9 @@ def checkpoint_step(name: str) -> int | None:
 
 def checkpoints(folder: object) -> list[int]:
     """The steps of the checkpoints in a folder, in order; those that were cut short included."""
-    steps = map(checkpoint_step, store_of(folder).glob("step-*"))
-    return sorted(step for step in steps if step is not None)
+    store = store_of(folder)
+    names = store.ls("", detail=False) if store.isdir("") else []
+    return sorted(step for step in map(checkpoint_step, names) if step is not None)
 
 
 def is_complete(checkpoint: object) -> bool:

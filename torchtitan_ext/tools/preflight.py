@@ -99,11 +99,7 @@ def predict(config: Any, world_size: int, problems: list[str]) -> dict[str, Any]
     report["run"] = _run(config, groups, dims)
     if dims.tp == dims.pp == 1:  # no other layout is counted
         params, state = held_bytes(config, groups, dims.dp_shard * dims.cp)
-        sizes = {
-            "parameter_bytes": params,
-            "gradient_bytes": params,
-            "state_bytes": state,
-        }
+        sizes = {"parameter_bytes": params, "gradient_bytes": params, "state_bytes": state}
         report["lasting memory of the fullest rank"] = sizes
     return report
 
