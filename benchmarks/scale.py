@@ -34,9 +34,9 @@ from amo_dist.schedule.types import MatrixInfo
 from benchmarks.launches import transfer
 from benchmarks.measure import report
 from benchmarks.shapes import MODELS, shapes_by_name
+from benchmarks.step_cost import StepCost
 from tests.distributed.models import build
 from torchtitan_ext.tools.shapes import DecoderShape
-from torchtitan_ext.tools.step_cost import StepCost
 
 OWNERSHIPS = ("round_robin", "balanced")
 DENSE: Mapping[str, DecoderShape] = {

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.shapes import MODELS, matrices
-from torchtitan_ext.tools.step_cost import StepCost, lay_out
+from benchmarks.step_cost import StepCost, lay_out
 
 RESULTS = Path(__file__).with_name("results") / "optimizer_step.json"
 PICTURE = Path(__file__).resolve().parents[1] / "docs" / "images" / "step.png"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from amo_dist.__main__ import add_commands
@@ -16,7 +15,7 @@ from torchtitan_ext.tools.report import command as report
 
 EXTRAS = {
     **dict.fromkeys(("torchtitan", "torchdata", "tyro", "numpy", "tiktoken"), "titan"),
-    **dict.fromkeys(("datatrove", "orjson", "zstandard"), "data"),
+    **dict.fromkeys(("datatrove", "orjson", "pyarrow"), "data"),
     **dict.fromkeys(("jinja2", "matplotlib"), "plots"),
     "transformers": "eval",
 }
@@ -25,12 +24,7 @@ EXTRAS = {
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands, those of ``amo_dist`` included."""
-    # A clone that is not installed has no `amo`.
-    is_module = Path(sys.argv[0]).parts[-2:] == ("torchtitan_ext", "__main__.py")
-    parser = argparse.ArgumentParser(
-        prog="python -m torchtitan_ext" if is_module else "amo",
-        description="Adaptive Muon Orthogonalization.",
-    )
+    parser = argparse.ArgumentParser(prog="amo", description="Adaptive Muon Orthogonalization.")
     parser.add_argument("--version", action="version", version=f"amo-dist {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     tools: Sequence[Any] = (train, preflight, tokenize, report, export)

@@ -6,7 +6,7 @@
 An override for an optimizer replaces the sections of optimizer, checkpoints and metrics, and turns
 CUDA graphs off. Its arguments are fields of ``[optimizer]``, ``[optimizer.muon]`` and
 ``[optimizer.amo]`` by their bare names. ``lr``, ``weight_decay``, ``beta1``, ``beta2`` and ``eps``
-default to those of the config's AdamW, and its groups of another rate or without decay stay.
+default to those of the config's AdamW; groups of another rate or without decay are named anew.
 ``amo_dist`` decides by name and shape which parameter is a matrix. ``callbacks`` of ``[metrics]``,
 and ``damaged`` and ``stop_seconds`` of ``[checkpoint]``, are arguments, too.
 """
@@ -16,7 +16,6 @@ from __future__ import annotations
 import abc
 import dataclasses
 import logging
-import re
 from typing import Any
 
 import torchtitan.components.checkpointer.base as checkpointer
@@ -120,7 +119,7 @@ def _replacement(
         if isinstance(section, TrainingConfig):
             return _without_graphs(section)
         if isinstance(section, ParallelismConfig):
-            _check_backend(section)
+            machine.check_backend(section.spmd_backend)  # torchtitan has built its meshes by now
             return section
         if isinstance(section, metrics.MetricsProcessor.Config):
             return _derived(section, metrics.MetricsProcessor.Config, MetricsProcessor.Config, own)
@@ -144,13 +143,6 @@ def _without_graphs(section: TrainingConfig) -> TrainingConfig:
         "under them yet"
     )
     return dataclasses.replace(section, disable_cuda_graphs=True)
-
-
-def _check_backend(section: ParallelismConfig) -> None:
-    """Refuse a backend that fails later; by now torchtitan has built its meshes for it."""
-    is_right = not machine.IS_OLD or section.spmd_backend != "spmd_types"
-    expected = "--parallelism.spmd_backend partial_dtensor with a PyTorch before 2.14"
-    require(is_right, "parallelism.spmd_backend", section.spmd_backend, expected)
 
 
 def _derived(section: Any, titan_class: type, amo_class: type, own: dict[str, Any]) -> Any:
@@ -198,59 +190,22 @@ def _optimizer(
 
 
 def _values_of_adamw(section: Any, own: dict[str, Any]) -> dict[str, Any]:
-    """Fields of the config's AdamW that the override leaves open, and its groups.
-
-    The last group is the one whose rate and decay others are compared with. A field that a group
-    leaves out is that of the last group.
+    """Fields of the config's AdamW that the override leaves open.
 
     Raises:
-        ValueError: For a field in which groups differ, and which no group of ``amo_dist`` has.
+        ValueError: For several groups of parameters, where the override gives none itself.
     """
     values: dict[str, Any] = {"implementation": section.implementation}
-    if not section.param_groups:
-        return values
-    groups = [(group.pattern, _fields_of(group)) for group in section.param_groups]
-    base = groups[-1][1]
-    no_decay, lr_multipliers, before = [], {}, ""
-    for pattern, fields in groups[:-1]:
-        # torchtitan searches and takes the first match; ``amo_dist`` matches a whole name.
-        part = _as_part(pattern)
-        expression = f"{before}.*{part}.*"
-        before += f"(?!.*{part})"
-        for field, value in fields.items():
-            if value == base.get(field):
-                continue
-            if field == "lr" and base.get("lr"):
-                lr_multipliers[expression] = value / base["lr"]
-            elif field == "weight_decay" and value == 0:
-                no_decay.append(expression)
-            elif field not in own:
-                raise ValueError(
-                    f"found {field} = {value!r} and {base.get(field)!r} in the config's "
-                    f"param_groups, expected one; give it: {{{field!r}: ...}}"
-                )
-    values |= base | {"no_decay": no_decay, "lr_multipliers": lr_multipliers}
-    if no_decay or lr_multipliers:
-        logger.info("the config's groups stay: no decay %s, rates %s", no_decay, lr_multipliers)
-    return {name: value for name, value in values.items() if name not in own}
-
-
-def _as_part(pattern: str) -> str:
-    """A regular expression that means the same inside of another one.
-
-    Raises:
-        ValueError: It has named groups or back references, which another expression may change.
-    """
-    if re.search(r"\\[1-9]|\(\?P|\(\?\(", pattern):
+    groups = section.param_groups
+    if len(groups) > 1 and not {"no_decay", "lr_multipliers"} & own.keys():
+        names = ", ".join(repr(group.pattern) for group in groups)
         raise ValueError(
-            f"found the pattern {pattern!r} in the config's param_groups, expected one without "
-            "named groups and back references"
+            f"found {len(groups)} param_groups in the config ({names}), expected one, or no_decay "
+            "and lr_multipliers in the override, which take their place"
         )
-    head = re.match(r"(\(\?[aimsux]+\))*", pattern)
-    assert head is not None
-    flags = "".join(sorted({*head[0]} - {*"(?)"}))  # which stand at the start of an expression
-    end = "\n)" if "x" in flags else ")"  # after a comment
-    return f"(?{flags}:{pattern[head.end() :]}{end}"
+    if groups:
+        values |= _fields_of(groups[-1])
+    return {name: value for name, value in values.items() if name not in own}
 
 
 def _fields_of(group: Any) -> dict[str, float]:

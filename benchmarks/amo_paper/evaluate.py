@@ -90,7 +90,7 @@ def evaluate(checkpoint: Path, model: str, optimizer: str, **options: Any) -> di
         "tasks": scores,
         "average": statistics.fmean(scores.values()),
         "checkpoint": str(checkpoint),
-        "step": checkpoint_step(checkpoint),
+        "step": checkpoint_step(checkpoint.name),
         "metrics": metrics,
         "num_fewshot": num_fewshot,
         "limit": asked.limit,

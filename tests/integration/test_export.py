@@ -87,20 +87,18 @@ def test_logits_survive_the_export(tmp_path: Path, name: str, fuse_qkv: bool) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_file", [False, True])
-def test_the_tokenizer_is_the_one_of_the_run(tmp_path: Path, is_file: bool) -> None:
+def test_the_tokenizer_is_the_one_of_the_run(tmp_path: Path) -> None:
     words = tokenizers.models.WordLevel({"a": 0, "b": 1, "z": 2}, unk_token="a")
     folder = tmp_path / "tokenizer"
     transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizers.Tokenizer(words), eos_token="b"
     ).save_pretrained(folder)
-    path = str(folder / "tokenizer.json" if is_file else folder)
     model = tiny_model("llama3")
     # By its own path; without one in the folder of the assets; with an end token of the run's.
     cases: list[tuple[str, dict[str, str], int]] = [
-        ("nowhere", {"path": path}, 1),
-        (path, {}, 1),
-        ("nowhere", {"path": path, "eos_token": "z"}, 2),
+        ("nowhere", {"path": str(folder / "tokenizer.json")}, 1),
+        (str(folder), {}, 1),
+        ("nowhere", {"path": str(folder), "eos_token": "z"}, 2),
     ]
     for index, (assets, section, eos_id) in enumerate(cases):
         checkpoint = save(model, tmp_path / str(index), "llama3", assets, kind="hf", **section)
@@ -150,10 +148,3 @@ def test_what_cannot_be_exported_is_named_and_nothing_is_written(tmp_path: Path)
     assert not output.exists()
     with pytest.raises(ValueError, match="--output"):
         export.export(checkpoint, tmp_path, source)  # which holds files of others
-
-
-def test_the_model_of_a_run_reaches_the_export(tmp_path: Path) -> None:
-    config = settings.parse(["--model.name=qwen3", "--model.flavor=tiny", "--tokenizer.kind=byte"])
-    RunFiles(tmp_path).start(1, run_config(config.to_dict()))
-    source = export.find_source(tmp_path / "checkpoint" / "step-1")
-    assert source == export.Source(config.model, config.tokenizer, "AdamW")

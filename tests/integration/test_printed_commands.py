@@ -113,7 +113,6 @@ ELSEWHERE = {
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A clone with a finished run of the quickstart, which is shorter than the script's."""
     folder = checkout(tmp_path_factory.mktemp("clone"))
-    shutil.rmtree(folder / "outputs")
     short = ["observe_until=4", "observe_every=2", "transition_steps=3"]
     options = ["--training.steps=10", *(f"--optimizer.amo.{each}" for each in short)]
     Command([*TRAIN, "configs/quickstart.toml", *options], folder).end()

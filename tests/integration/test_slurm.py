@@ -9,12 +9,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
 from tests.integration.processes import CPU, ROOT, Command
-from torchtitan_ext import environment as ranks
 from torchtitan_ext.runs.run_files import complete_steps
 
 LAUNCH = ROOT / "launch"
@@ -314,19 +312,3 @@ def test_a_real_run_is_probed_stopped_queued_again_and_finished(tmp_path: Path) 
     output = Command([*script, f"--training.steps={last}"], tmp_path, environment).end()
     assert f"training resumes at step {step + 1} of {last}" in output
     assert (folder / "calls").read_text() == "requeue 123456\n"
-
-
-# ------------------------------------------------------------------ the doctor's script
-
-
-def test_the_doctor_finds_what_training_ranks_find(tmp_path: Path) -> None:
-    body = '[[ "$2" == torch.distributed.run ]] && exec env > $here/environment'
-    stub(tmp_path, "python", f'{body}; exec {sys.executable} "$@"')
-    outside = variables(tmp_path, GPUS="2")
-    outside.pop("OMP_NUM_THREADS", None)
-    subprocess.run([str(LAUNCH / "doctor.sh")], env=outside, check=True)
-    inside = {*(tmp_path / "environment").read_text().splitlines()}
-    with mock.patch.dict(os.environ, outside, clear=True):
-        expected = {f"{name}={value}" for name, value in ranks.variables(2).items()}
-    assert expected
-    assert expected <= inside

@@ -57,6 +57,23 @@ def test_a_run_that_is_complete_says_so(titan: Server, reference: Run, tmp_path:
     assert run.losses() == reference.losses()
 
 
+def test_a_signal_to_one_rank_saves_and_stops_all(
+    titan: Server, reference: Run, tmp_path: Path
+) -> None:
+    job = Job(2, str(tmp_path), OPTIONS)
+    exits = titan.wait(titan.start(dataclasses.replace(job, die_at=(1, 5, "SIGTERM"))), 120)
+    assert exits == [75, 75]
+    run = Run(tmp_path, 2)
+    last = max(run.losses())
+    # All are asked before a step, and answer after it; a thread sees the signal.
+    assert last in (6, 7)
+    assert run.complete()[-1] == last
+    for rank in range(2):
+        calls = (tmp_path / f"calls{rank}.jsonl").read_text().splitlines()
+        assert json.loads(calls[-1]) == ["on_stop", last]
+    assert_same_end(titan.run(job), reference, NUM_STEPS)
+
+
 def test_checkpoints_cut_or_damaged_are_skipped(
     titan: Server, reference: Run, tmp_path: Path
 ) -> None:

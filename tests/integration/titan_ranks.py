@@ -1,24 +1,22 @@
-"""Training runs whose ranks are forked from a process that has imported torchtitan already.
-
-An import costs more than a run of a tiny model: ``python -m tests.integration.titan_ranks`` imports
-once, and then answers one JSON object a line. Ranks meet through a file, without ports.
-"""
+"""Training runs through torchtitan, whose ranks are forked and not started."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import json
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-import traceback
 import types
+from collections.abc import Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -71,30 +69,37 @@ class Job:
 
 
 class Server:
-    """The process that forks ranks; started at the first run."""
+    """Forks ranks from one process that has imported torchtitan, by Python's own fork server.
+
+    An import costs more than a run of a tiny model. Ranks meet through a file, without ports.
+    """
 
     def __init__(self) -> None:
-        self._process: Any = subprocess.Popen(
-            [sys.executable, "-m", "tests.integration.titan_ranks"],
-            env={**CPU, "GLOO_SOCKET_IFNAME": "lo"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["tests.integration.preloaded"])
 
-    def _ask(self, request: dict[str, Any]) -> Any:
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        return json.loads(self._process.stdout.readline())
-
-    def start(self, job: Job) -> list[int]:
-        """Fork the ranks; returns their processes."""
+    def start(self, job: Job) -> list[BaseProcess]:
+        """Fork the ranks."""
         Path(job.folder).mkdir(parents=True, exist_ok=True)
-        return list(self._ask({"start": dataclasses.asdict(job)}))
+        store = Path(tempfile.mkdtemp(dir=job.folder), "store").absolute()
+        ranks: list[BaseProcess] = []
+        with mock.patch.dict(os.environ, {**CPU, "GLOO_SOCKET_IFNAME": "lo"}):
+            for rank in range(job.world_size):
+                ranks.append(self._context.Process(target=_rank, args=(job, rank, store)))
+                ranks[-1].start()
+        return ranks
 
-    def wait(self, processes: list[int], timeout: float = 240.0) -> list[int | None]:
+    def wait(self, ranks: Sequence[BaseProcess], timeout: float = 240.0) -> list[int | None]:
         """Exit codes, ``-n`` for a signal; ``None`` where a rank had not ended and was killed."""
-        return list(self._ask({"wait": processes, "timeout": timeout}))
+        deadline = time.monotonic() + timeout
+        exits: list[int | None] = []
+        for rank in ranks:
+            rank.join(max(deadline - time.monotonic(), 0))
+            exits.append(rank.exitcode)
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+        return exits
 
     def run(self, job: Job) -> Run:
         """A whole run, which must end well."""
@@ -102,10 +107,6 @@ class Server:
         run = Run(Path(job.folder), job.world_size)
         assert exits == [0] * job.world_size, (exits, run.output())
         return run
-
-    def close(self) -> None:
-        """End the server; its ranks are gone by then."""
-        self._process.communicate(timeout=60)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,78 +155,10 @@ def assert_same_end(found: Run, expected: Run, step: int) -> None:
     assert_same(*states)
 
 
-# ------------------------------------------------------------------ in the server
-
-
-def serve() -> None:
-    """Answer requests until the input ends."""
-    from torchtitan.models import deepseek_v3, llama3
-
-    from torchtitan_ext.data import corpus, loader, tokenizers
-    from torchtitan_ext.plugin import trainer  # noqa: F401
-
-    for flavors in (llama3.llama3_configs, deepseek_v3.deepseekv3_configs):
-        flavors["cut"] = functools.partial(_first_layers, flavors["debugmodel"])
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    # All runs read the same text, whose tokens their processes share.
-    text = corpus.standard_library(tokenizers.ByteTokenizer())
-    loader.standard_library = lambda _: text  # type: ignore[attr-defined]
-    for line in sys.stdin:
-        request = json.loads(line)
-        if "start" in request:
-            answer: Any = _fork(Job(**request["start"]))
-        else:
-            answer = _reap(request["wait"], request["timeout"])
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
-
-
-def _first_layers(stock: Any, **options: Any) -> Any:
-    """A debug model of torchtitan with fewer layers, ``cut``: width is kept."""
-    config = stock(**options)
-    return dataclasses.replace(config, layers=config.layers[:2])
-
-
-def _fork(job: Job) -> list[int]:
-    store = Path(tempfile.mkdtemp(dir=job.folder), "store").absolute()
-    processes = []
-    for rank in range(job.world_size):
-        process = os.fork()
-        if process == 0:
-            status = 70
-            try:
-                status = _rank(job, rank, store)
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(status)
-        processes.append(process)
-    return processes
-
-
-def _reap(processes: list[int], timeout: float) -> list[int | None]:
-    deadline = time.monotonic() + timeout
-    exits: dict[int, int | None] = {}
-    while len(exits) < len(processes):
-        late = time.monotonic() > deadline
-        for process in processes:
-            if process not in exits:
-                if late:
-                    os.kill(process, signal.SIGKILL)
-                found, status = os.waitpid(process, 0 if late else os.WNOHANG)
-                if found:
-                    exits[process] = None if late else os.waitstatus_to_exitcode(status)
-        time.sleep(0.02)
-    return [exits[process] for process in processes]
-
-
 # ------------------------------------------------------------------ in a rank
 
 
-def _rank(job: Job, rank: int, store: Path) -> int:
+def _rank(job: Job, rank: int, store: Path) -> None:
     import torchtitan.trainer
 
     from torchtitan_ext import train
@@ -266,10 +199,10 @@ def _rank(job: Job, rank: int, store: Path) -> int:
         sys.argv[1:] = ["--module=tests.integration.stock_configs", f"--config={job.stock}"]
         sys.argv += [f"--dump_folder={folder}", *job.arguments]
         main()
-        return 0
+        return
     options = () if job.fake_world else OPTIONS
     where = (f"--job.config_file={job.config}", f"--dump_folder={folder}")
-    return train.main([*where, *options, *job.arguments])
+    sys.exit(train.main([*where, *options, *job.arguments]))
 
 
 def _traced(trainer_class: Any, path: Path, job: Job, rank: int) -> Any:
@@ -308,7 +241,3 @@ def _traced(trainer_class: Any, path: Path, job: Job, rank: int) -> Any:
                 os.kill(os.getpid(), signal.Signals[how])
 
     return Traced
-
-
-if __name__ == "__main__":
-    serve()

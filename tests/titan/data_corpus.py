@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import functools
 import json
 import tempfile
@@ -69,12 +68,10 @@ def write_jsonl(path: Path, rows: Sequence[Any]) -> Path:
 
 @functools.cache
 def bpe_folder() -> Path:
-    """A small byte-level BPE as ``tokenizer.json``, which like Llama's begins a text with a token,
-    and the same merges as a file of tiktoken, ``bpe.tiktoken``."""
+    """A small BPE of bytes in ``tokenizer.json``, which like Llama's begins a text with a token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from tokenizers.processors import TemplateProcessing
     from tokenizers.trainers import BpeTrainer
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     tokenizer = Tokenizer(models.BPE(ignore_merges=True))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -83,7 +80,6 @@ def bpe_folder() -> Path:
     trainer = BpeTrainer(vocab_size=BPE_SIZE, initial_alphabet=alphabet, show_progress=False)
     library = sorted(Path(json.__file__).parents[1].glob("*.py"))[::8]
     tokenizer.train_from_iterator((file.read_text()[:20_000] for file in library), trainer)
-    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     tokenizer.add_special_tokens([END, "<|im_start|>", TURN])
     tokenizer.post_processor = TemplateProcessing(
         single=f"{END} $A", special_tokens=[(END, BPE_SIZE)]
@@ -92,9 +88,4 @@ def bpe_folder() -> Path:
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"eos_token": END, "bos_token": END}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
-    with (folder / "bpe.tiktoken").open("wb") as file:
-        for text, rank in vocabulary:
-            token = base64.b64encode(bytes(byte_of[character] for character in text))
-            file.write(token + f" {rank}\n".encode())
     return folder

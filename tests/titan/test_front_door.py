@@ -104,39 +104,6 @@ def test_no_file_commands_the_terminal(tmp_path: Path, capsys: pytest.CaptureFix
 PLAN = "-m torchtitan_ext plan --ell attn_q=3e-4"
 
 
-@pytest.mark.parametrize("python", ["python", "python -u"])
-def test_a_full_disk_is_a_mistake(python: str) -> None:
-    done = run(["bash", "-c", f"{python} {PLAN} > /dev/full"], ROOT)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: ")
-
-
-@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
-def test_closed_streams_are_no_failure(closed: str, tmp_path: Path) -> None:
-    program = f"python {PLAN} {closed}; echo $?; python {PLAN} --min-steps 0 {closed}; echo $?"
-    done = run(["bash", "-c", program], ROOT)
-    assert [line for line in done.stdout.splitlines() if len(line) == 1] == ["0", "2"]
-    assert "Traceback" not in done.stderr
-
-
-def test_nested_options_are_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
-    override = 'torchtitan_ext.override.amo={"lr": ' + "[" * 100_000
-    words = ["preflight", "configs/quickstart.toml", "--override.imports", override]
-    assert cli.main(words) == 2
-    assert capsys.readouterr().err.splitlines()[-1].startswith("error: maximum recursion depth")
-
-
-@pytest.mark.parametrize("command", ["train", "report", "plan --plan", "tokenize"])
-def test_a_word_that_is_not_utf8_is_named(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main([*command.split(), "x", "--dump_folder=a\udcff"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line == (
-        "error: '--dump_folder=a\\udcff': found bytes that are not UTF-8, expected UTF-8"
-    )
-
-
 def test_a_reader_that_closes_its_end_is_no_failure() -> None:
     """As in ``amo plan ... | head``."""
     program = f"exec > >(:); wait $!; exec python {PLAN}"

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
-from torchtitan.models.llama3 import llama3_configs
-from torchtitan.models.qwen3 import qwen3_configs
 
 from amo_dist.config import OPERATOR_TYPES
 from amo_dist.operators.groups import param_groups
@@ -18,7 +16,7 @@ from torchtitan_ext.config import settings
 from torchtitan_ext.data.loader import document_positions
 from torchtitan_ext.data.tokenizers import ByteTokenizer
 from torchtitan_ext.plugin import models, patches
-from torchtitan_ext.plugin.activations import Activations
+from torchtitan_ext.plugin.sections import Activations
 
 GOLDEN = json.loads((ROOT / "tests/golden/model_specs.json").read_text())
 EOS = ByteTokenizer().eos_id
@@ -46,20 +44,6 @@ def test_first_weights_are_those_of_earlier_runs() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama3", "qwen3"])
-def test_first_weights_are_the_papers(name: str) -> None:
-    model = build(name)
-    start(model)
-    for key, parameter in model.named_parameters():
-        if "norm" in key:
-            assert torch.equal(parameter, torch.ones_like(parameter)), key
-            continue
-        count = parameter.numel()
-        # Six standard errors: of the mean, 0.02 / sqrt(n); of the deviation, 0.02 / sqrt(2 n).
-        assert abs(parameter.mean().item()) < 6 * 0.02 / count**0.5, key
-        assert parameter.std().item() == pytest.approx(0.02, abs=6 * 0.02 / (2 * count) ** 0.5)
-
-
-@pytest.mark.parametrize("name", ["llama3", "qwen3"])
 def test_a_fused_projection_starts_as_three(name: str) -> None:
     apart, fused = build(name), build(name, fuse_qkv=True)
     expected, found = start(apart), start(fused)
@@ -81,11 +65,6 @@ def test_a_policy_of_activations_has_a_name(mode: Any, policy: type) -> None:
 # ------------------------------------------------------------------ models of the paper
 
 
-def test_no_flavor_shadows_one_of_torchtitan() -> None:
-    assert not models.FLAVORS["llama3"].keys() & llama3_configs.keys()
-    assert not models.FLAVORS["qwen3"].keys() & qwen3_configs.keys()
-
-
 @pytest.mark.parametrize("flavor", GOLDEN)
 def test_shapes_and_shares_of_the_optimizers_are_the_papers(flavor: str) -> None:
     is_qwen = flavor.startswith("Qwen3")
@@ -101,18 +80,8 @@ def test_shapes_and_shares_of_the_optimizers_are_the_papers(flavor: str) -> None
     types = {views[0].operator_type for views in muon["matrix_views"].values()}
     assert types == set(OPERATOR_TYPES)
     head_dim = round(golden["q_ratio"] * golden["dim"] / golden["heads"])
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    assert len(model.layers) == golden["layers"]
-    for name, shape in {
-        "attention.qkv_linear.wq": (golden["heads"] * head_dim, golden["dim"]),
-        "attention.qkv_linear.wk": (golden["kv_heads"] * head_dim, golden["dim"]),
-        "feed_forward.w1": (golden["ffn_dim"], golden["dim"]),
-        "feed_forward.w2": (golden["dim"], golden["ffn_dim"]),
-    }.items():
-        assert shapes[f"layers.0.{name}.weight"] == shape, name
-    assert shapes["tok_embeddings.weight"] == (151936 if is_qwen else 128256, golden["dim"])
-    assert ("lm_head.weight" in shapes) == (not is_qwen)  # tied: the head has no name of its own
-    assert ("layers.0.attention.q_norm.weight" in shapes) == is_qwen
+    key = model.layers["0"].attention.qkv_linear.wk.weight
+    assert key.shape == (golden["kv_heads"] * head_dim, golden["dim"])
     layers = model.config.layers
     assert {layer.attention.rope.theta for layer in layers} == {1e6 if is_qwen else 5e5}
     assert {layer.ffn_norm.eps for layer in layers} == {1e-6 if is_qwen else 1e-5}
@@ -129,16 +98,10 @@ def test_a_document_sees_others_with_sdpa_alone(
 ) -> None:
     monkeypatch.setenv("AMO_DEVICE", "cpu")
     patches.install()
-    arguments = [f"--model.name={name}", "--model.flavor=tiny", f"--model.attention={attention}"]
-    data = ["--dataloader.dataset=stdlib", "--tokenizer.kind=byte", "--training.seq_len=128"]
-    config = settings.parse([*arguments, *data, "--optimizer.name=Muon"])
-    assert config.model_spec is not None
+    config = settings.parse(["--tokenizer.kind=byte", f"--model.attention={attention}"])
     assert config.dataloader.positions == (attention == "flex")
-    config.model_spec.model.update_from_config(config=config)
-    torch.manual_seed(0)
-    model: Any = config.model_spec.model.build()
-    with torch.no_grad():
-        model.init_weights(buffer_device=None)
+    model = build(name, attention=attention)
+    start(model)
 
     def logits(tokens: torch.Tensor) -> Any:
         if attention == "sdpa":

@@ -69,13 +69,6 @@ def train(container: Any, num_steps: int, first: int = 0) -> None:
         container.step()
 
 
-def groups_by_name(container: Any) -> dict[str, dict[str, Any]]:
-    """The parameter group of each parameter."""
-    names = {p: name for part in container.model_parts for name, p in part.named_parameters()}
-    groups = [group for optimizer in container.optimizers for group in optimizer.param_groups]
-    return {names[p]: group for group in groups for p in group["params"]}
-
-
 @pytest.mark.parametrize("name", ["AMO", "AdamW"])
 def test_parts_of_a_model_share_one_optimizer(name: str) -> None:
     whole, split = (build(some, config(name)) for some in ([model()], parts(model())))
@@ -132,29 +125,8 @@ def test_a_schedule_file_sets_the_steps_of_each_type() -> None:
     section = config("Muon", muon=MuonSection(schedule_file=A2))
     container = build([model()], section)
     train(container, 1)
-    assert run_log.phase_and_steps(container.optimizer)[1] == {"attn_q": 6}
-
-
-LR_MULTIPLIERS = {r"layers\.1\..*wq.*": 0.5, r"(?=.*wq).*": 2.0}
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_groups_have_their_rates_and_decays(name: str) -> None:
-    section = config(name, no_decay=(".*norm.*",), lr_multipliers=LR_MULTIPLIERS)
-    container = build([model()], section)
-    for key, group in groups_by_name(container).items():
-        factor = 1.0 if "wq" not in key else 0.5 if "layers.1" in key else 2.0
-        assert group["lr"] * group.get("muon_lr_factor", 1.0) == pytest.approx(1e-2 * factor)
-        assert group["weight_decay"] == (0.0 if "norm" in key else 0.1)
-
-
-def test_unknown_names_get_their_types() -> None:
-    root = model()
-    root.layers["0"].mystery = nn.Parameter(torch.randn(12, 16))
-    with pytest.raises(ValueError, match="mystery"):
-        build([root])
-    container = build([root], config(patterns={r".*\.mystery": "attn_gate"}))
-    assert "attn_gate" in container.optimizer.operator_types
+    fields = run_log.optimizer_fields(container.optimizer)
+    assert fields["num_steps_by_type"] == {"attn_q": 6}
 
 
 # ------------------------------------------------------------------ what a resumed run names anew
@@ -209,7 +181,7 @@ def test_an_unchanged_config_resumes(name: str) -> None:
 @pytest.mark.parametrize("field", NEW)
 def test_a_changed_value_is_refused_and_named(name: str, field: str) -> None:
     run = Run(name, **{field: NEW[field]})
-    message = rf"optimizer\.{field}: found .* in the checkpoint, expected {NEW[field]!r} as in"
+    message = rf"optimizer\.{field}\b.*: found .* checkpoint, expected .*{NEW[field]!r}.* as in"
     with pytest.raises(ValueError, match=message):
         run.resume(Run(name, steps=2))
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import re
 from typing import Any
 
 import pytest
@@ -53,59 +51,14 @@ def test_one_option_brings_optimizer_metrics_and_checkpoints() -> None:
     assert hasattr(dist, "set_timeout")  # which torchtitan calls after the first step
 
 
-def test_groups_of_the_config_stay() -> None:
+def test_groups_of_the_config_are_named_anew() -> None:
     config = registry_of_qwen3.qwen3_debugmodel_moe_param_groups()
-    groups = config.optimizer.param_groups
     config.parallelism.spmd_backend = machine.spmd_backend()
-    section = applied(config, "torchtitan_ext.override.amo").optimizer
-    rates = section.lr_multipliers
-
-    def rate(name: str) -> float:
-        return section.lr * next((f for p, f in rates.items() if re.fullmatch(p, name)), 1.0)
-
-    names = ["layers.0.moe.router.gate.weight", "layers.0.attention.wo.weight"]
-    for name in names:
-        group = next(g for g in groups if re.search(g.pattern, name))
-        assert rate(name) == pytest.approx(group.optimizer_kwargs["lr"])
-    assert rate(names[0]) < rate(names[1])
-
-
-def test_groups_that_cannot_stay_are_an_error() -> None:
-    config = llama3_debugmodel(lr=1e-3, weight_decay=0.1)
-    other = copy.deepcopy(config.optimizer.param_groups[0])
-    other.pattern, other.optimizer_kwargs["eps"] = "norm", 1e-3
-    config.optimizer.param_groups.insert(0, other)
-    with pytest.raises(ValueError, match=r"found eps = 0.001 and 1e-08 in the config's param_g"):
-        applied(config, "torchtitan_ext.override.amo")
-
-
-@pytest.mark.parametrize(
-    "pattern",
-    ["norm", "(?i)NORM", "(?i)(?s)Norm$", "(?x) nor m  # of blocks", "^layers|output", r"\.\d\."],
-)
-def test_a_pattern_of_a_group_means_the_same_inside_another(pattern: str) -> None:
-    config = llama3_debugmodel(lr=1e-3, weight_decay=0.1)
-    base = config.optimizer.param_groups[0]
-    for index, (one, rate) in enumerate({pattern: 2e-3, "(?i)W[QK]": 3e-3}.items()):
-        group = copy.deepcopy(base)
-        group.pattern, group.optimizer_kwargs["lr"] = one, rate
-        config.optimizer.param_groups.insert(index, group)
-    groups = config.optimizer.param_groups
-    rates = applied(config, "torchtitan_ext.override.amo").optimizer.lr_multipliers
-    for name in ("layers.0.attention_norm.weight", "norm.weight", "layers.1.attention.wq.weight"):
-        group = next(g for g in groups if re.search(g.pattern, name))
-        factor = next((f for p, f in rates.items() if re.fullmatch(p, name)), 1.0)
-        assert 1e-3 * factor == pytest.approx(group.optimizer_kwargs["lr"])
-
-
-@pytest.mark.parametrize("pattern", [r"(w)\1", "(?P<a>norm)", "(norm)?(?(1)x|y)"])
-def test_a_pattern_that_means_another_inside_another_is_an_error(pattern: str) -> None:
-    config = llama3_debugmodel(lr=1e-3, weight_decay=0.1)
-    other = copy.deepcopy(config.optimizer.param_groups[0])
-    other.pattern, other.optimizer_kwargs["lr"] = pattern, 3e-3
-    config.optimizer.param_groups.insert(0, other)
-    with pytest.raises(ValueError, match=r"^override.imports: found the pattern .* back ref"):
-        applied(config, "torchtitan_ext.override.amo")
+    override = "torchtitan_ext.override.amo"
+    with pytest.raises(ValueError, match=r"^override.imports: found 3 param_groups .*no_decay and"):
+        applied(config, override)
+    section = applied(config, f'{override}={{"no_decay": [".*embed.*"]}}').optimizer
+    assert (section.lr, section.weight_decay, section.no_decay) == (8e-4, 0.1, (".*embed.*",))
 
 
 def test_fields_go_to_their_sections() -> None:

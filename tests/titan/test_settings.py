@@ -66,19 +66,6 @@ def test_options_are_laid_over_a_file(tmp_path: Path) -> None:
     assert parse(tmp_path, AMO + BYTE, "--optimizer.no_decay", "True").optimizer.no_decay is True
 
 
-def test_values_of_a_file_have_their_types(tmp_path: Path) -> None:
-    config = parse(
-        tmp_path,
-        "[compile]\ncomponents = []\n[optimizer]\nlr = 1\nno_decay = true\n[parallelism]\n"
-        "module_fqns_per_model_part = [['a', 'b'], ['c']]\n[override]\nimports = ['m.f', "
-        "['m.h', {b = [1, 2]}]]\n",
-    )
-    assert config.compile.components == []
-    assert isinstance(config.optimizer.lr, float)
-    assert config.parallelism.module_fqns_per_model_part == [["a", "b"], ["c"]]
-    assert config.override.imports == ["m.f", ("m.h", {"b": [1, 2]})]
-
-
 def test_every_field_of_every_section_is_read_from_a_file(tmp_path: Path) -> None:
     defaults = dict(fields(values.plain(Trainer.Config())))
     follow = {*(f"optimizer.amo.{name}" for name in SHARED), "optimizer.muon.update_norm"}

@@ -17,60 +17,7 @@ from torchtitan_ext.signals import StopSignal
 stop.install()
 
 
-def connected(patch: pytest.MonkeyPatch, others: bool = False, device: str = "cpu") -> StopSignal:
-    """A signal whose other ranks had one, or none."""
-    patch.setattr("torch.distributed.all_reduce", lambda votes, _op: votes.clamp_(min=int(others)))
-    signal = StopSignal()
-    signal.connect(torch.device(device), 1.0)
-    return signal
-
-
-class Steps:
-    """What torchtitan's trainer asks before each step, of a run of ``num_steps``."""
-
-    should_continue_training = titan.Trainer.should_continue_training
-
-    def __init__(self, signal: StopSignal | None, num_steps: int) -> None:
-        self.calls: list[str] = []
-        self.step, self.stop_signal = 0, signal
-        self.config = SimpleNamespace(training=SimpleNamespace(steps=num_steps))
-        add = self.calls.append
-        callbacks = SimpleNamespace(run=lambda name, step: add(f"{name} {step}"))
-        self.metrics_processor = SimpleNamespace(callbacks=callbacks)
-        self.checkpointer = SimpleNamespace(save_and_wait=lambda step: add(f"save {step}"))
-
-    def run(self) -> list[bool]:
-        """Whether a signal would have found something to save, before and after each step."""
-        trained = []
-        while self.should_continue_training():  # type: ignore[misc]
-            trained.append(bool(self.stop_signal and self.stop_signal.has_trained))
-            self.step += 1
-        return trained
-
-
-@pytest.mark.parametrize(
-    ("num_steps", "others", "trained", "calls"),
-    [
-        (1, False, [False], []),
-        (3, False, [False, True, True], []),
-        (9, True, [False], ["save 1", "on_stop 1"]),
-    ],
-)
-def test_a_run_ends_at_its_end_or_after_the_next_step_with_a_signal_on_another_rank(
-    monkeypatch: pytest.MonkeyPatch,
-    num_steps: int,
-    others: bool,
-    trained: list[bool],
-    calls: list[str],
-) -> None:
-    signal = connected(monkeypatch, others)
-    run = Steps(signal, num_steps)
-    assert run.run() == trained
-    assert (run.calls, signal.has_stopped, signal.has_trained) == (calls, others, True)
-
-
 def test_a_trainer_with_checkpoints_of_its_own_trains_as_before() -> None:
-    assert len(Steps(None, 3).run()) == 3
     calls: list[Any] = []
     trainer = SimpleNamespace(checkpointer=object())
     stop._train(calls.append, trainer)
@@ -79,7 +26,9 @@ def test_a_trainer_with_checkpoints_of_its_own_trains_as_before() -> None:
 
 @pytest.mark.cuda
 def test_asking_does_not_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    signal = connected(monkeypatch, others=True, device="cuda")
+    monkeypatch.setattr(dist, "all_reduce", lambda votes, _op: votes.clamp_(min=1))
+    signal = StopSignal()
+    signal.connect(torch.device("cuda"), 1.0)
     torch.cuda.set_sync_debug_mode("error")
     try:
         signal.ask()

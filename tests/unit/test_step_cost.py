@@ -16,10 +16,10 @@ from amo_dist.kernels import newton_schulz
 from amo_dist.schedule.allocate import ns_step_flops
 from amo_dist.schedule.polar_express import schedule_for
 from benchmarks.shapes import matrices as matrices_of
+from benchmarks.step_cost import StepCost, lay_out, newton_schulz_bytes
 from tests.examples import ROOT
 from tests.memory import peak_bytes
 from torchtitan_ext.tools.shapes import MODELS, DecoderShape
-from torchtitan_ext.tools.step_cost import StepCost, lay_out, newton_schulz_bytes
 
 SPECS = json.loads((ROOT / "tests/golden/model_specs.json").read_text())
 SMALL = DecoderShape(layers=4, dim=64, ffn_dim=128, heads=4, kv_heads=2)

@@ -25,7 +25,7 @@ from tests.examples import ROOT, assert_same
 from torchtitan_ext import CheckpointReader, CheckpointWriter
 from torchtitan_ext.plugin import loading, storage
 from torchtitan_ext.plugin.storage import CHECKSUMS, find_damage
-from torchtitan_ext.runs.stores import Remote, folder_of
+from torchtitan_ext.runs.stores import store_of
 
 SHARD = "__0_0.distcp"
 pytestmark = [
@@ -110,17 +110,16 @@ def test_an_object_store_is_written_checked_and_read(
     for fill in (1.0, 3.0):  # written over
         writer = CheckpointWriter(url, thread_count=2)
         dcp.save(state(fill), storage_writer=writer, no_dist=True)
-    (folder_of(url, "__0_1.distcp")).stat()  # of the second thread
+    store = store_of(url)
+    assert store.isfile("__0_1.distcp")  # of the second thread
     assert torch.equal(read(url, door)["model"]["w"], state(3.0)["model"]["w"])
-    folder = folder_of(url)
-    assert find_damage(folder) == ""
-    assert isinstance(folder, Remote)
-    (folder / SHARD).write_bytes(flip((folder / SHARD).read_bytes()))
-    assert find_damage(folder) == f"{SHARD} has other bytes than were written"
+    assert find_damage(url) == ""
+    store.pipe_file(SHARD, flip(store.cat_file(SHARD)))
+    assert find_damage(url) == f"{SHARD} has other bytes than were written"
     assert f"{SHARD} has other bytes" in refusal(url, door)
-    (folder / ".metadata").unlink()
-    assert find_damage(folder).startswith(".metadata: ")
-    (folder / CHECKSUMS).write_bytes(b"{")
+    store.rm_file(".metadata")
+    assert find_damage(url).startswith(".metadata: ")
+    store.pipe_file(CHECKSUMS, b"{")
     assert f"{url}/{CHECKSUMS}: cannot be read" in refusal(url, door)
 
 
@@ -128,7 +127,7 @@ def test_an_object_store_is_written_checked_and_read(
 def test_a_store_without_a_driver_is_named(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)
     with pytest.raises(ValueError, match=f"^{url}: .*(not known|s3fs)"):
-        folder_of(url)
+        store_of(url)
 
 
 @pytest.mark.parametrize("door", [plain_recipe, torchtitan])

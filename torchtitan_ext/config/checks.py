@@ -17,11 +17,11 @@ from torchtitan.distributed import ParallelDims
 from amo_dist.config import require
 from torchtitan_ext.config.values import overlay, unchecked
 from torchtitan_ext.data import loader
-from torchtitan_ext.plugin import losses, machine, models, optimizers
+from torchtitan_ext.plugin import machine, models, optimizers, sections
 from torchtitan_ext.plugin.callbacks import Callbacks
 from torchtitan_ext.plugin.checkpoints import STATES
 from torchtitan_ext.runs.run_files import complete_steps, require_local
-from torchtitan_ext.runs.stores import folder_of
+from torchtitan_ext.runs.stores import join, store_of
 
 _T = TypeVar("_T")
 
@@ -107,7 +107,7 @@ def validate_config(
     checks: list[Callable[[], object]] = [
         lambda: require_local("dump_folder", config.dump_folder),
         lambda: _check_numbers(config),
-        lambda: losses.validate(config),
+        lambda: sections.check_chunks(config),
         lambda: optimizers.check_lock(config.optimizer, config.training.steps),
         lambda: loader.check(config.dataloader),
         *_check_names(config),
@@ -238,20 +238,18 @@ def _check_start(config: Any) -> None:
     section = config.checkpoint
     if not section.enable:
         return
-    steps, step = complete_steps(folder_of(config.dump_folder, section.folder)), section.load_step
+    steps, step = complete_steps(join(config.dump_folder, section.folder)), section.load_step
     expected = f"one of {steps} in {config.dump_folder}"
     require(step < 0 or step in steps, "checkpoint.load_step", step, expected)
     path = section.initial_load_path
-    is_right = not path or bool(steps) or folder_of(path).is_dir()
+    is_right = not path or bool(steps) or store_of(path).isdir("")
     require(is_right, "checkpoint.initial_load_path", path, "a folder")
 
 
 def _check_device(config: Any) -> None:
     """Check what this machine's device and PyTorch can train."""
-    backend, attention = config.parallelism.spmd_backend, config.model.attention
-    is_right = not machine.IS_OLD or backend != "spmd_types"
-    expected = "partial_dtensor with a PyTorch before 2.14"
-    require(is_right, "parallelism.spmd_backend", backend, expected)
+    machine.check_backend(config.parallelism.spmd_backend)
+    attention = config.model.attention
     is_right = attention == "sdpa" or not machine.cpu_is_needed()
     require(is_right, "model.attention", attention, "sdpa on a CPU")
 

@@ -21,7 +21,6 @@ from torchtitan_ext.plugin import models
 from torchtitan_ext.plugin.trainer import Trainer
 from torchtitan_ext.runs import files as atomic
 from torchtitan_ext.runs.run_files import START_FILE
-from torchtitan_ext.tools.command import require_utf8
 
 # torchtitan's rules for the types of arguments; each call would add them again.
 ConfigManager.register_tyro_rules(custom_registry)
@@ -127,6 +126,5 @@ def _split_file(args: Sequence[str]) -> tuple[str | None, list[str]]:
     """Split arguments into the TOML file that they name, if any, and the others."""
     parser = argparse.ArgumentParser(prog="amo train", add_help=False, allow_abbrev=False)
     parser.add_argument(f"--{FILE}", dest="file")
-    require_utf8(args)
     known, others = parser.parse_known_args(args)
     return known.file, others

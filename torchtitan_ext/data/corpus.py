@@ -2,8 +2,7 @@
 
 A folder has ``tokenize.json``, the settings, and the files of ``datatrove`` by task: tokens in
 ``00000_unshuffled.ds``, and in ``.ds.index`` the end of each document, in tokens, as uint64. Where
-documents have scores, ``.ds.scores`` holds them as float64. A file has its name from the moment it
-is complete.
+documents have scores, ``.ds.scores`` holds them as float64.
 """
 
 from __future__ import annotations

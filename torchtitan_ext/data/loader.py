@@ -25,7 +25,7 @@ from torchtitan_ext.data.corpus import Corpus, open_packed, standard_library
 from torchtitan_ext.data.order import Mixture, shuffled
 from torchtitan_ext.data.tokenizers import Tokenizer
 from torchtitan_ext.imports import import_class
-from torchtitan_ext.runs.differences import differences
+from torchtitan_ext.runs.records import differences
 
 logger = logging.getLogger(__name__)
 

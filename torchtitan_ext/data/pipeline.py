@@ -10,14 +10,13 @@ import codecs
 import functools
 import io
 import math
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import orjson
-import zstandard
+import pyarrow
 from datatrove.data import Document
 from datatrove.pipeline.readers import ParquetReader
 from datatrove.pipeline.tokens import DocumentTokenizer
@@ -82,7 +81,9 @@ class Rows(ParquetReader):
         is_rows, is_zst = name.endswith(JSON_LINES), name.endswith(".zst")
         compression = None if is_zst else "infer"
         with self.data_folder.open(filepath, "rb", compression=compression) as opened:
-            file: Any = io.BufferedReader(Zstandard(opened), 2**20) if is_zst else opened
+            file: Any = opened
+            if is_zst:  # fsspec's reader gives no lines, and takes a file that was cut for whole
+                file = io.BufferedReader(pyarrow.input_stream(opened, compression="zstd"), 2**20)
             for number, content in enumerate(file if is_rows else [file.read()]):
                 if number == 0:
                     content = content.removeprefix(codecs.BOM_UTF8)
@@ -126,50 +127,10 @@ class Rows(ParquetReader):
             )
 
 
-class Zstandard(io.RawIOBase):
-    """The content of all frames of a .zst file.
-
-    The reader of ``zstandard`` gives no lines, and takes a file that was cut for a whole one.
-
-    Args:
-        file: The compressed file, open for reading.
-    """
-
-    def __init__(self, file: Any) -> None:
-        self._file, self._input, self._output = file, b"", memoryview(b"")
-        self._frame: Any = None
-        self._zstandard = zstandard.ZstdDecompressor(max_window_size=2**31)
-
-    def readable(self) -> bool:
-        """Yes."""
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """Fill a part of the buffer; returns the number of its bytes, 0 at the end.
-
-        Raises:
-            EOFError: The file ends within a frame.
-        """
-        while not self._output:
-            self._input = self._input or self._file.read(2**17)
-            if not self._input and self._frame:
-                raise EOFError("the file ends within a frame")
-            if not self._input:
-                return 0
-            self._frame = self._frame or self._zstandard.decompressobj()
-            self._output = memoryview(self._frame.decompress(self._input))
-            self._input = self._frame.unused_data
-            if self._frame.eof:
-                self._frame = None
-        size = min(len(buffer), len(self._output))
-        buffer[:size], self._output = self._output[:size], self._output[size:]
-        return size
-
-
 class Tokens(DocumentTokenizer):
     """Write the tokens of a task, and the scores of its documents.
 
-    The files get their names when they are complete.
+    The index is written last but for the scores: a task that was killed has none.
 
     Args:
         folder: Folder of the tokens.
@@ -206,13 +167,7 @@ class Tokens(DocumentTokenizer):
                 scores.append(document.metadata["score"])
                 yield document
 
-        # Processes of a killed run may still write to a file of theirs.
-        for left in self.folder.glob(f"{filename}.*.tmp*"):
-            left.unlink(missing_ok=True)
-        scratch = self.folder / f"{filename}.{os.getpid()}.tmp"
-        written = super().write_unshuffled(scored(), scratch.name)
-        os.rename(f"{scratch}.index", self.folder / f"{filename}.index")
+        written = super().write_unshuffled(scored(), filename)
         if self.has_scores:
             (self.folder / f"{filename}.scores").write_bytes(scores.tobytes())
-        os.rename(scratch, self.folder / filename)
         return written

@@ -6,7 +6,6 @@ special meaning within a document.
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import hashlib
 from collections.abc import Sequence
@@ -21,22 +20,6 @@ from amo_dist.config import require
 from torchtitan_ext.runs import files
 
 EOS = "<|eos|>"
-
-# Llama 3's: `pat_str` in llama_models/llama3/tokenizer.py of Meta's llama-models, which is also the
-# default of transformers' TikTokenConverter.
-LLAMA3_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-# Names of 3.1 in transformers' convert_llama_weights_to_hf.py, in the order of their numbers, which
-# follow those of the BPE file. Meta's package gives two of the reserved ones other names.
-LLAMA3_SPECIAL_TOKENS = (
-    *("<|begin_of_text|>", "<|end_of_text|>"),
-    *("<|reserved_special_token_0|>", "<|reserved_special_token_1|>"),
-    *("<|finetune_right_pad_id|>", "<|reserved_special_token_2|>"),
-    *("<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>", "<|python_tag|>"),
-    *(f"<|reserved_special_token_{number}|>" for number in range(3, 248)),
-)
 
 
 class Tokenizer(BaseTokenizer):
@@ -56,12 +39,9 @@ class Tokenizer(BaseTokenizer):
         """``[tokenizer]``: its kind, and the place of its files.
 
         Attributes:
-            kind: ``hf`` reads ``tokenizer.json``, ``tiktoken`` a BPE file; ``byte`` reads nothing.
-            path: Folder or file of ``hf``, by default ``hf_assets_path``; for ``tiktoken`` a BPE
-                file of Llama 3's pattern and special tokens: ``*.tiktoken``, or Llama's
-                ``tokenizer.model``.
-            encoding: Encoding of ``tiktoken``, in place of a ``path``, from its cache or the
-                internet.
+            kind: ``hf`` reads ``tokenizer.json``, ``tiktoken`` an encoding; ``byte`` reads nothing.
+            path: Folder or file of ``hf``, by default ``hf_assets_path``.
+            encoding: Encoding of ``tiktoken``, from its cache or the internet.
             eos_token: Token after each document. The default is the one that
                 ``tokenizer_config.json`` names, which for a chat model is the end of a turn; for
                 ``tiktoken`` the end of a text.
@@ -85,7 +65,7 @@ class Tokenizer(BaseTokenizer):
                 return HFTokenizer(self.path or tokenizer_path, self.eos_token)
             if self.kind == "byte":
                 return ByteTokenizer()
-            return TiktokenTokenizer(self.path, self.encoding, self.eos_token)
+            return TiktokenTokenizer(self.encoding, self.eos_token)
 
     def encode_documents(self, texts: Sequence[str]) -> list[Any]:
         """The tokens of each document, (num_tokens,) integers, its end token included."""
@@ -147,37 +127,30 @@ class TiktokenTokenizer(Tokenizer):
     """A tokenizer of ``tiktoken``.
 
     Args:
-        path: BPE file with the pattern and special tokens of Llama 3: lines of a token in base64
-            and its number; empty for ``encoding``.
-        encoding: Name of one of tiktoken's encodings; empty for ``path``.
+        encoding: Name of one of tiktoken's encodings.
         eos_token: Special token after each document; empty for the end of a text.
 
     Attributes:
         encoding: ``tiktoken``'s own object.
 
     Raises:
-        ValueError: The file is missing or no BPE file, or the token does not exist.
+        ValueError: The file of the encoding cannot be had, or the token does not exist.
     """
 
-    def __init__(self, path: str, encoding: str = "", eos_token: str = "") -> None:
+    def __init__(self, encoding: str, eos_token: str = "") -> None:
         super().__init__()
-        expected = "none with tokenizer.path, which is read with Llama 3's pattern and tokens"
-        require(not (path and encoding), "tokenizer.encoding", repr(encoding), expected)
         try:
-            self.encoding = tiktoken.get_encoding(encoding) if encoding else _llama3(path)
+            self.encoding = tiktoken.get_encoding(encoding)
         except (OSError, ValueError) as error:
-            field, value = ("encoding", encoding) if encoding else ("path", path)
             raise ValueError(
-                f"tokenizer.{field}: found {value!r}, expected a BPE file of tiktoken, that of an "
-                f"encoding in TIKTOKEN_CACHE_DIR: {error}"
+                f"tokenizer.encoding: found {encoding!r}, expected an encoding of tiktoken, whose "
+                f"file is in TIKTOKEN_CACHE_DIR or can be downloaded: {error}"
             ) from None
-        name = eos_token or ("<|endoftext|>" if encoding else "<|end_of_text|>")
-        names = sorted(self.encoding.special_tokens_set)
+        name, names = eos_token or "<|endoftext|>", sorted(self.encoding.special_tokens_set)
         expected = f"one of {', '.join(names)}"
         require(name in names, "tokenizer.eos_token", repr(name), expected)
         self.eos_id = self.encoding.encode_single_token(name)
-        # tiktoken checks the file of an encoding against a digest of its own.
-        self._identify(encoding.encode() or files.read_bytes(Path(path).expanduser()))
+        self._identify(encoding.encode())  # tiktoken checks its file against a digest
 
     def encode_documents(self, texts: Sequence[str]) -> list[Any]:
         """The tokens of each document, its end token included."""
@@ -212,16 +185,3 @@ class ByteTokenizer(TiktokenTokenizer):
         """The tokens of each document, (num_tokens,) uint16, its end token included."""
         bytes_by_text = (np.frombuffer(text.encode(), np.uint8) for text in texts)
         return [np.append(data, np.uint16(self.eos_id)) for data in bytes_by_text]
-
-
-def _llama3(path: str) -> tiktoken.Encoding:
-    # tiktoken's own reader keeps a copy of each file, and does not see when the file changes.
-    content = files.read_bytes(Path(path).expanduser())
-    lines = [line.split() for line in content.splitlines()]
-    ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
-    if len({*ranks.values()}) != len(lines):  # where tiktoken would panic
-        raise ValueError("found a token or a number twice")
-    special = {name: len(ranks) + i for i, name in enumerate(LLAMA3_SPECIAL_TOKENS)}
-    return tiktoken.Encoding(
-        path, pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=special
-    )

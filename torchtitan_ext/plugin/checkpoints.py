@@ -19,14 +19,14 @@ from torchtitan.tools.utils import GarbageCollection
 from amo_dist.config import require
 from torchtitan_ext.plugin import hyperparameters, loading
 from torchtitan_ext.plugin.optimizers import check_last_update
-from torchtitan_ext.plugin.storage import CheckpointWriter, find_damage, innermost
+from torchtitan_ext.plugin.storage import CheckpointWriter, delete, find_damage, innermost
 from torchtitan_ext.runs.run_files import (
     COMPLETE_FILES,
     checkpoints,
     complete_steps,
     require_local,
 )
-from torchtitan_ext.runs.stores import folder_of, is_remote
+from torchtitan_ext.runs.stores import is_remote, store_of
 
 logger = logging.getLogger(__name__)
 
@@ -176,10 +176,10 @@ class CheckpointManager(titan.CheckpointManager):
         Raises:
             ValueError: On every rank, if all are damaged, or one is and ``damaged`` is ``error``.
         """
-        shared = [complete_steps(folder_of(self.folder))]
+        shared = [complete_steps(self.folder)]
         dist.broadcast_object_list(shared, src=0)
         (steps,) = shared
-        incomplete = checkpoints(folder_of(self.folder))
+        incomplete = checkpoints(self.folder)
         if not steps and incomplete and dist.get_rank() == 0:
             logger.warning(
                 "no checkpoint in %s is complete (a save was cut short: %s); the run starts anew",
@@ -209,10 +209,10 @@ class CheckpointManager(titan.CheckpointManager):
             ValueError: On every rank, if the folder is missing on any: a rank that raised alone
                 would leave the others waiting.
         """
-        folder = folder_of(self._create_checkpoint_id(step))
+        folder = self._create_checkpoint_id(step)
         rank, world_size = dist.get_rank(), dist.get_world_size()
         damage = None
-        if folder.is_dir():
+        if store_of(folder).isdir(""):
             damage = find_damage(folder, rank, world_size) if self._config.verify else ""
         damage_by_rank: list[str | None] = [""] * world_size
         dist.all_gather_object(damage_by_rank, damage)
@@ -241,8 +241,7 @@ class CheckpointManager(titan.CheckpointManager):
         self._step_under_way = curr_step
         if dist.get_rank() == 0:
             # No rank writes before this one has handed out the work.
-            for name in COMPLETE_FILES:
-                folder_of(self._create_checkpoint_id(curr_step), name).unlink(missing_ok=True)
+            delete(self._create_checkpoint_id(curr_step), COMPLETE_FILES)
         if self.async_mode == titan.AsyncMode.ASYNC_WITH_PINNED_MEM:
             # PyTorch copies on a stream that waits for no other: it would read parameters and
             # state before the last kernels of the step have written them.
@@ -282,7 +281,7 @@ class CheckpointManager(titan.CheckpointManager):
         try:
             yield
         except (CheckpointException, OSError) as error:
-            steps = {*complete_steps(folder_of(self.folder))} - {self._step_under_way}
+            steps = {*complete_steps(self.folder)} - {self._step_under_way}
             newest = f"step {max(steps)} is the newest complete one" if steps else "there is none"
             raise CheckpointError(
                 f"the checkpoint of step {self._step_under_way} could not be written to "
@@ -293,10 +292,10 @@ class CheckpointManager(titan.CheckpointManager):
         if not self._should_purge():
             return
         current = self._step_under_way
-        older = [step for step in complete_steps(folder_of(self.folder)) if step < current]
+        older = [step for step in complete_steps(self.folder) if step < current]
         every = self._config.keep_every
         milestones = (step for step in older if every and not step % every)
         kept = {current, *older[-(self.keep_latest_k - 1) :], *milestones}
-        for step, folder in checkpoints(folder_of(self.folder)).items():
+        for step in checkpoints(self.folder):
             if step < current and step not in kept:
-                self.purge_queue.put(str(folder))
+                self.purge_queue.put(self._create_checkpoint_id(step))

@@ -15,17 +15,26 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from torchtitan_ext.batch import sequences_per_step
-
 logger = logging.getLogger(__name__)
 
 # Keys of a parameter group, and the fields of the config that their values come from.
 _FIELDS = {
-    "initial_lr": ("optimizer.lr",),  # `lr` itself is where the schedule stands
-    "weight_decay": ("optimizer.weight_decay",),
-    "betas": ("optimizer.beta1", "optimizer.beta2"),
-    "eps": ("optimizer.eps",),
+    "initial_lr": "optimizer.lr",  # `lr` itself is where the schedule stands
+    "weight_decay": "optimizer.weight_decay",
+    "betas": "optimizer.beta1, optimizer.beta2",
+    "eps": "optimizer.eps",
 }
+
+
+def sequences_per_step(training: Any, dims: Any) -> int:
+    """Sequences of an optimizer step, over all ranks and accumulated batches.
+
+    Args:
+        training: torchtitan's ``[training]``; without a global batch size there is no accumulation.
+        dims: torchtitan's ``ParallelDims``; ranks of one context share their sequences.
+    """
+    batch: int = training.global_batch_size
+    return batch if batch > 0 else training.local_batch_size * dims.dp_replicate * dims.dp_shard
 
 
 class BatchSizes:
@@ -126,15 +135,9 @@ def _resolve(
 
 
 def _differing(saved: Mapping[str, Any], group: Mapping[str, Any]) -> Iterator[str]:
-    for key, fields in _FIELDS.items():
+    for key, field in _FIELDS.items():
         if key not in saved or key not in group:
             continue
-        for field, old, new in zip(fields, _several(saved[key]), _several(group[key]), strict=True):
-            if old != new:
-                yield (
-                    f"{field}: found {old!r} in the checkpoint, expected {new!r} as in this config"
-                )
-
-
-def _several(value: Any) -> tuple[Any, ...]:
-    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
+        old, new = (tuple(v) if isinstance(v, list) else v for v in (saved[key], group[key]))
+        if old != new:
+            yield f"{field}: found {old!r} in the checkpoint, expected {new!r} as in this config"

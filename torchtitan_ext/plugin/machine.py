@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 
+from amo_dist.config import require
 from amo_dist.doctor.machine import require_usable_driver
 
 
@@ -63,6 +64,17 @@ def spmd_backend() -> Literal["partial_dtensor", "spmd_types"]:
     return "partial_dtensor" if IS_OLD else "spmd_types"
 
 
+def check_backend(backend: str) -> None:
+    """Check that the PyTorch at hand can train under ``[parallelism] spmd_backend``.
+
+    Raises:
+        ValueError: It cannot.
+    """
+    expected = "--parallelism.spmd_backend partial_dtensor with a PyTorch before 2.14"
+    is_right = not IS_OLD or backend != "spmd_types"
+    require(is_right, "parallelism.spmd_backend", backend, expected)
+
+
 def num_gpus() -> int:
     """GPUs to train on; 0 for training on CPU."""
     return 0 if cpu_is_needed() else torch.cuda.device_count()
@@ -71,16 +83,6 @@ def num_gpus() -> int:
 def most_ranks() -> int:
     """Ranks that this machine trains with, unless asked otherwise: one per GPU, else two on CPU."""
     return num_gpus() or 2
-
-
-def gpu_memory_gb() -> float | None:
-    """Memory of the first GPU in 1e9 bytes; None where training runs on CPU."""
-    return torch.cuda.get_device_properties(0).total_memory / 1e9 if num_gpus() else None
-
-
-def memory_bytes() -> int:
-    """Memory of this machine in bytes."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def resident_peak() -> int:

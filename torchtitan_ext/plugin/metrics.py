@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 import torchtitan.components.metrics as titan
 
-from torchtitan_ext.batch import sequences_per_step
 from torchtitan_ext.plugin import optimizers
 from torchtitan_ext.plugin.callbacks import Callbacks
+from torchtitan_ext.plugin.hyperparameters import sequences_per_step
 from torchtitan_ext.plugin.machine import cpu_is_needed, resident_peak
 from torchtitan_ext.runs import run_log
 from torchtitan_ext.runs.run_files import RunFiles, lock, require_local
@@ -151,7 +151,6 @@ class MetricsProcessor(titan.MetricsProcessor):
         figures = self.callbacks.figures(step, record)
         record |= figures
         if self.files is not None:
-            record["changes"] = run_log.changes(self._optimizer, self.files.last, step)
             self.files.append(record)
             self.files.save_plan(self._plan)
         extra_metrics |= {**latest["optimizer"], **figures}

@@ -7,6 +7,7 @@ and PyTorch 2.14 nothing is changed.
 from __future__ import annotations
 
 import importlib
+import os
 import platform
 import sys
 import types
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from torchtitan_ext.plugin.machine import IS_OLD, cpu_is_needed, memory_bytes, resident_peak
+from torchtitan_ext.plugin.machine import IS_OLD, cpu_is_needed, resident_peak
 
 
 def install() -> None:
@@ -43,7 +44,7 @@ def _name_the_cpu() -> None:
 
 def _cpu_module() -> types.SimpleNamespace:
     """``torch.cpu`` with what torchtitan further asks of a device module."""
-    memory = memory_bytes()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     extra: dict[str, Any] = {
         "current_device": lambda: 0,
         "empty_cache": lambda: None,

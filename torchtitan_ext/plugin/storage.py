@@ -7,16 +7,19 @@ notice a file that was cut, exchanged, or changed in a bit.
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import errno
 import io
 import itertools
 import json
 import logging
 import os
 import pickle
+import posixpath
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -42,7 +45,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from torchtitan_ext.runs import files
-from torchtitan_ext.runs.stores import Folder, folder_of, is_remote
+from torchtitan_ext.runs.stores import is_remote, store_of
 
 logger = logging.getLogger(__name__)
 
@@ -86,8 +89,7 @@ class CheckpointWriter(FileSystemWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Plan the files, see the base class; one rank calls this before any rank writes."""
-        for name in (CHECKSUMS, _METADATA):
-            folder_of(self.path, name).unlink(missing_ok=True)
+        delete(self.path, (CHECKSUMS, _METADATA))
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -96,7 +98,7 @@ class CheckpointWriter(FileSystemWriter):
         sums: dict[str, tuple[int, int]] = {}
         for result in written.wait():
             name = result.storage_data.relative_path
-            sums[name] = sums.get(name) or _sum(folder_of(self.path, name))
+            sums[name] = sums.get(name) or _sum(self.path, name)
             # The result carries the checksum to the rank that calls `finish`.
             result.storage_data.sum = sums[name]
         return written
@@ -107,15 +109,14 @@ class CheckpointWriter(FileSystemWriter):
         sums = {info.relative_path: vars(info).pop("sum") for info in infos}
         self._write_sums(sums)
         super().finish(metadata, results)
-        self._write_sums({**sums, _METADATA: _sum(folder_of(self.path, _METADATA))})
+        self._write_sums({**sums, _METADATA: _sum(self.path, _METADATA)})
 
     def _write_sums(self, sums: Mapping[str, tuple[int, int]]) -> None:
         text = json.dumps(dict(sorted(sums.items())), indent=1)
-        file = folder_of(self.path, CHECKSUMS)
-        if isinstance(file, Path):
-            files.replace(file, text)
+        if is_remote(self.path):  # where an object is there as a whole or not at all
+            store_of(self.path).pipe_file(CHECKSUMS, text.encode())
         else:
-            file.write_bytes(text.encode())
+            files.replace(Path(self.path, CHECKSUMS), text)
 
 
 def _use_store(own: Any, path: object) -> None:
@@ -125,16 +126,31 @@ def _use_store(own: Any, path: object) -> None:
         own.path = own.fs.init_path(path)
 
 
-def _sum(path: Folder) -> tuple[int, int]:
+def delete(folder: object, names: Iterable[str]) -> None:
+    """Delete files of a folder, as far as they are there."""
+    store = store_of(folder)
+    for name in names:
+        with contextlib.suppress(FileNotFoundError):
+            store.rm_file(name)
+
+
+def _sum(folder: object, name: str) -> tuple[int, int]:
     """Size and CRC-32 of a file."""
     size = crc = 0
-    with path.open("rb") as stream:
+    with store_of(folder).open(name, "rb") as stream:
         while block := stream.read(_BLOCK):
             size, crc = size + len(block), zlib.crc32(block, crc)
     return size, crc
 
 
-def find_damage(folder: Folder, part: int = 0, num_parts: int = 1) -> str:
+def _content(folder: object, name: str) -> bytes:
+    store = store_of(folder)
+    if store.info(name)["type"] != "file":  # a pipe or a device may never end
+        raise OSError(errno.EINVAL, "a pipe, device or folder, expected a file", name)
+    return bytes(store.cat_file(name))
+
+
+def find_damage(folder: object, part: int = 0, num_parts: int = 1) -> str:
     """Damage of the files of a checkpoint, in one line; empty if there is none.
 
     A checkpoint without `CHECKSUMS`, such as PyTorch's own, cannot be checked.
@@ -148,10 +164,10 @@ def find_damage(folder: Folder, part: int = 0, num_parts: int = 1) -> str:
     try:
         for index, (name, (size, crc)) in enumerate(sorted(_read_sums(folder).items())):
             _check_place(CHECKSUMS, name)
-            num_bytes = (folder / name).stat().st_size
+            num_bytes = store_of(folder).size(name)
             if num_bytes != size:
                 return f"{name} has {num_bytes} bytes, {size} were written"
-            if index % num_parts == part and _sum(folder / name) != (size, crc):
+            if index % num_parts == part and _sum(folder, name) != (size, crc):
                 return f"{name} has other bytes than were written"
     except OSError as error:
         return f"{Path(error.filename or str(error)).name}: {error.strerror or 'not found'}"
@@ -160,20 +176,22 @@ def find_damage(folder: Folder, part: int = 0, num_parts: int = 1) -> str:
     return ""
 
 
-def _read_sums(folder: Folder) -> dict[str, tuple[int, int]]:
+def _read_sums(folder: object) -> dict[str, tuple[int, int]]:
     """Size and CRC-32 by file; empty without a file of checksums.
 
     Raises:
         ValueError: The file is damaged.
     """
+    file = f"{folder}/{CHECKSUMS}"
     try:
-        sums = files.read_json(folder / CHECKSUMS)
+        sums = json.loads(_content(folder, CHECKSUMS))
+        return {name: (int(size), int(crc)) for name, (size, crc) in sums.items()}
     except FileNotFoundError:
         return {}
-    try:
-        return {name: (int(size), int(crc)) for name, (size, crc) in sums.items()}
-    except (AttributeError, TypeError, ValueError):
-        raise ValueError(f"{folder / CHECKSUMS}: found no size and checksum by file") from None
+    except (AttributeError, TypeError):
+        raise ValueError(f"{file}: found no size and checksum by file") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{file}: cannot be read: {files.reason(error)}") from None
 
 
 class CheckpointReader(FileSystemReader):
@@ -202,19 +220,21 @@ class CheckpointReader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read the metadata, see the base class."""
         try:
-            return self._read_metadata(folder_of(self._get_metadata_path(kwargs.get("rank"))))
+            path = str(self._get_metadata_path(kwargs.get("rank")))
+            return self._read_metadata(*posixpath.split(path))
         except ValueError as error:
             logger.error("%s", error)  # PyTorch 2.11 reports only that there is no metadata
             self.error = self.error or error
             raise
 
-    def _read_metadata(self, path: Folder) -> Metadata:
-        expected = _read_sums(path.parent).get(_METADATA) if self._verify else None
+    def _read_metadata(self, folder: str, name: str) -> Metadata:
+        expected = _read_sums(folder).get(_METADATA) if self._verify else None
+        path = f"{folder}/{name}"
         # Without this check, a flipped bit in a key would be reported as a missing key.
         try:
-            content = files.read_bytes(path)
+            content = _content(folder, name)
             sums = (len(content), zlib.crc32(content))
-            if path.name == _METADATA and expected not in (None, sums):
+            if name == _METADATA and expected not in (None, sums):
                 raise ValueError("found other bytes than were written")
             metadata = _Unpickler(io.BytesIO(content)).load()
         except FileNotFoundError:
@@ -224,8 +244,8 @@ class CheckpointReader(FileSystemReader):
         if not isinstance(metadata, Metadata):
             raise ValueError(f"{path}: found {type(metadata).__name__}, expected Metadata")
         storage: Any = metadata.storage_data or {}
-        for name in {info.relative_path for info in storage.values()}:
-            _check_place(path, name)
+        for place in {info.relative_path for info in storage.values()}:
+            _check_place(path, place)
         if metadata.storage_meta is not None:
             metadata.storage_meta.load_id = self.load_id
         return metadata
@@ -234,10 +254,10 @@ class CheckpointReader(FileSystemReader):
         """Read this rank's part of the data, see the base class."""
         if self._verify:
             group = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-            if damage := find_damage(folder_of(self.path), *group):
+            if damage := find_damage(self.path, *group):
                 raise ValueError(f"{self.path}: {damage}")
         for name in {self.storage_data[item.storage_index].relative_path for item in plan.items}:
-            if not folder_of(self.path, name).is_file():  # a pipe would never end
+            if not store_of(self.path).isfile(name):  # a pipe would never end
                 raise ValueError(f"{self.path}: found no file {name}")
         return super().read_data(plan, _PlainPlanner(self.path, planner))
 

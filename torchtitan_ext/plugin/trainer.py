@@ -18,12 +18,10 @@ from torchtitan_ext.config import checks
 from torchtitan_ext.data.loader import PackedLoader
 from torchtitan_ext.data.tokenizers import Tokenizer
 from torchtitan_ext.plugin import console, machine, models, patches, stop
-from torchtitan_ext.plugin.activations import Activations
 from torchtitan_ext.plugin.checkpoints import CheckpointManager
-from torchtitan_ext.plugin.losses import Loss
 from torchtitan_ext.plugin.metrics import MetricsProcessor
 from torchtitan_ext.plugin.optimizers import OptimizersContainer, groups_of_ranks
-from torchtitan_ext.plugin.validation import Validator
+from torchtitan_ext.plugin.sections import Activations, Loss, Validator
 from torchtitan_ext.signals import StopSignal
 
 

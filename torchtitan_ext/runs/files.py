@@ -12,25 +12,23 @@ import os
 from pathlib import Path
 from typing import Any
 
-from torchtitan_ext.runs.stores import Remote
-
 SCRATCH = ".tmp"
 """Suffix of a scratch file's name."""
 
 
-def read_bytes(path: str | os.PathLike[str] | Remote) -> bytes:
+def read_bytes(path: str | os.PathLike[str]) -> bytes:
     """Content of a file.
 
     Raises:
         OSError: It cannot be read. A pipe or a device is refused: it may never end.
     """
-    path = path if isinstance(path, Remote) else Path(path)
+    path = Path(path)
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise OSError(errno.EINVAL, "a pipe or device, expected a file", str(path))
     return path.read_bytes()
 
 
-def read_json(path: str | os.PathLike[str] | Remote) -> Any:
+def read_json(path: str | os.PathLike[str]) -> Any:
     """Content of a JSON file.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Files of records, one JSON object per line, such as ``metrics.jsonl``."""
+"""Records of a run: files of one JSON object per line, such as ``metrics.jsonl``, and settings."""
 
 from __future__ import annotations
 
@@ -14,6 +14,15 @@ from torchtitan_ext.runs import files
 logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
+
+
+def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """The fields that differ, sorted, as readable text."""
+    return [
+        f"{name}: was {saved.get(name)!r}, is {current.get(name)!r}"
+        for name in sorted({*saved, *current})
+        if saved.get(name) != current.get(name)
+    ]
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

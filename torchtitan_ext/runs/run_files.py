@@ -18,7 +18,7 @@ from filelock import FileLock, Timeout
 from amo_dist.schedule.plan import PLAN_FILE, Plan
 from torchtitan_ext.runs import files
 from torchtitan_ext.runs.records import METRICS_FILE, append_records, drop_from, read_records
-from torchtitan_ext.runs.stores import Folder, is_remote
+from torchtitan_ext.runs.stores import is_remote, join, store_of
 
 logger = logging.getLogger(__name__)
 
@@ -219,32 +219,32 @@ def read_metrics(folder: Path) -> Metrics:
     return metrics
 
 
-_DEFAULTS: dict[str, Any] = {"phase": "", "num_steps_by_type": {}, "optimizer": {}, "changes": ()}
+_DEFAULTS: dict[str, Any] = {"phase": "", "num_steps_by_type": {}, "optimizer": {}}
 
 # ------------------------------------------------------------------ checkpoints
 
 
-def checkpoint_step(checkpoint: Folder) -> int | None:
-    """The step of ``step-<n>``; ``None`` for a folder of another name."""
-    match = re.fullmatch(r"step-(\d+)", checkpoint.name)
+def checkpoint_step(name: str) -> int | None:
+    """The step of ``step-<n>``; ``None`` for another name."""
+    match = re.fullmatch(r"step-(\d+)", name)
     return int(match[1]) if match else None
 
 
-def checkpoints(folder: Folder) -> dict[int, Folder]:
-    """The checkpoints in a folder by step, in order; those that were cut short included."""
-    pairs = [(checkpoint_step(path), path) for path in folder.glob("step-*")]
-    by_step = {step: path for step, path in pairs if step is not None}
-    return {step: by_step[step] for step in sorted(by_step)}
+def checkpoints(folder: object) -> list[int]:
+    """The steps of the checkpoints in a folder, in order; those that were cut short included."""
+    store = store_of(folder)
+    names = store.ls("", detail=False) if store.isdir("") else []
+    return sorted(step for step in map(checkpoint_step, names) if step is not None)
 
 
-def is_complete(checkpoint: Folder) -> bool:
+def is_complete(checkpoint: object) -> bool:
     """Whether a checkpoint holds what is written last; one without was cut short."""
-    return any((checkpoint / name).is_file() for name in COMPLETE_FILES)
+    return any(map(store_of(checkpoint).isfile, COMPLETE_FILES))
 
 
-def complete_steps(folder: Folder) -> list[int]:
+def complete_steps(folder: object) -> list[int]:
     """The steps of the complete checkpoints in a folder, in order."""
-    return [step for step, path in checkpoints(folder).items() if is_complete(path)]
+    return [step for step in checkpoints(folder) if is_complete(join(folder, f"step-{step}"))]
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -256,7 +256,7 @@ def find_checkpoint(path: Path) -> Path:
     Raises:
         ValueError: If there is none, or several folders hold some.
     """
-    if checkpoint_step(path) is not None or is_complete(path):
+    if checkpoint_step(path.name) is not None or is_complete(path):
         return path
     # A run's folder of checkpoints may have any name.
     folders = [folder for folder in (path, *sorted(path.glob("*/"))) if complete_steps(folder)]

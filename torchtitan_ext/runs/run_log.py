@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,45 +24,16 @@ def optimizer_fields(optimizer: object) -> dict[str, Any]:
         Newton-Schulz steps of each operator type. ``optimizer``: further figures by name. All are
         empty for optimizers outside of the Muon family.
     """
-    phase, num_steps = phase_and_steps(optimizer)
-    source = getattr(optimizer, "source", None)
-    amo = source.config if isinstance(source, Amo) else None
-    return {
-        "lock_step": None if amo is None else amo.lock_step,
-        "phase": phase,
-        "num_steps_by_type": num_steps,
-        "optimizer": {**optimizer.metrics()} if isinstance(optimizer, Muon) else {},
-    }
-
-
-def phase_and_steps(optimizer: object, ago: int = 0) -> tuple[str, dict[str, int]]:
-    """Phase and Newton-Schulz steps by type, ``ago`` optimizer steps before the latest one."""
     if not isinstance(optimizer, Muon):
-        return "", {}
-    step = max(optimizer.num_steps_taken - ago, 1)
+        return {"lock_step": None, "phase": "", "num_steps_by_type": {}, "optimizer": {}}
+    source, step = optimizer.source, max(optimizer.num_steps_taken, 1)
     schedules = optimizer.schedules_by_type(step)
-    return optimizer.source.phase(step), {name: s.num_steps for name, s in schedules.items()}
-
-
-def changes(optimizer: object, last: Mapping[str, Any] | None, step: int) -> list[dict[str, Any]]:
-    """List the steps since the last record at which the phase or Newton-Schulz steps changed.
-
-    Args:
-        optimizer: Optimizer that has just taken ``step``.
-        last: Last record; None for none.
-        step: Step of the next record.
-
-    Returns:
-        Records with ``step``, ``phase`` and ``num_steps_by_type``.
-    """
-    last = last or {"step": 0}
-    before, records = (last.get("phase"), last.get("num_steps_by_type")), []
-    for changed in range(last["step"] + 1, step + 1):
-        now = phase_and_steps(optimizer, step - changed)
-        if now != before:
-            records.append({"step": changed, "phase": now[0], "num_steps_by_type": now[1]})
-        before = now
-    return records
+    return {
+        "lock_step": source.config.lock_step if isinstance(source, Amo) else None,
+        "phase": source.phase(step),
+        "num_steps_by_type": {name: s.num_steps for name, s in schedules.items()},
+        "optimizer": {**optimizer.metrics()},
+    }
 
 
 class RunLog:
@@ -130,7 +100,6 @@ class RunLog:
             "optimizer_seconds_per_step": self._clock.take() / num_steps,
             "tokens_per_second": tokens and (tokens - (last.get("num_tokens") or 0.0)) / seconds,
             **optimizer_fields(self._optimizer),
-            "changes": changes(self._optimizer, self._files.last, step),
             **numbers,
         }
         self._files.append(record)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import os
 import signal
 import sys
@@ -22,12 +21,7 @@ def run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None = No
         The command's own exit status; 2 for a mistake of the user's or a file that cannot be read
         or written, a line for each; 0 if a reader of the output such as ``head`` closed it.
     """
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        if getattr(sys, name) is None:  # The program that started this one has closed it.
-            os.dup2(os.open(os.devnull, os.O_RDWR), number)
-            setattr(sys, name, os.fdopen(number, "r+", buffering=1, closefd=False))
     try:
-        require_utf8(sys.argv[1:] if argv is None else argv)
         args, unknown = parser.parse_known_args(argv)
         if unknown and not hasattr(args, "overrides"):
             parser.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -41,29 +35,13 @@ def run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None = No
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
     except BrokenPipeError:
-        _drop_output()
+        # Python would try to write the rest at the end of the process.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (ValueError, OSError, RecursionError) as error:
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
-            _drop_output()  # Python would try to write it again at the end of the process
         for line in str(error).splitlines() or [type(error).__name__]:
             print(f"error: {printable(line)}", file=sys.stderr)
         return 2
-
-
-def require_utf8(words: Sequence[str]) -> None:
-    """Check words of a command line, whose paths a log or a JSON file could not name.
-
-    Raises:
-        ValueError: One has bytes that are not UTF-8.
-    """
-    for word in words:
-        if word != word.encode(errors="replace").decode():
-            raise ValueError(f"{word!a}: found bytes that are not UTF-8, expected UTF-8")
-
-
-def _drop_output() -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def printable(text: str) -> str:

@@ -31,7 +31,8 @@ def dry_run(config: Any, world_size: int) -> dict[str, Any]:
         world_size: Number of ranks.
 
     Returns:
-        Figures of the last step: loss, gradient norm, phase, and bytes of memory at the peak.
+        Figures of the last step: loss, gradient norm, phase, bytes of memory at the peak, and those
+        that the optimizer's exchange sent, 0 for AdamW.
 
     Raises:
         ValueError: The steps failed; the message is the last line of the error.
@@ -73,7 +74,8 @@ def dry_run(config: Any, world_size: int) -> dict[str, Any]:
             last = [line for line in done.stderr.splitlines() if line.strip()][-1:]
             raise ValueError(f"dry run: {' '.join(last) or f'status {done.returncode}'}")
         record = read_metrics(Path(folder)).steps[-1]
-    return {name: record[name] for name in ("loss", "grad_norm", "phase", "peak_memory_bytes")}
+    figures = {name: record[name] for name in ("loss", "grad_norm", "phase", "peak_memory_bytes")}
+    return {**figures, "sent_bytes": record["optimizer"].get("exchange/sent_bytes", 0)}
 
 
 def _let_ranks_send_nothing() -> None:

@@ -221,6 +221,5 @@ def run(args: argparse.Namespace) -> int:
     export(checkpoint, args.output, source)
     print(f"{checkpoint} is written to {args.output}")
     if source.tokenizer.kind == "tiktoken":
-        name = source.tokenizer.encoding or source.tokenizer.path
-        print(f"without a tokenizer: it is tiktoken's, {name}")
+        print(f"without a tokenizer: it is tiktoken's, {source.tokenizer.encoding}")
     return 0

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from amo_dist.config import require
-from amo_dist.schedule.types import MatrixInfo
 from torchtitan_ext.tools.command import printable
-
-GPUS_OF_A_NODE = 8
-MOST_RANKS = 32_768
-"""Most ranks to lay out: half a minute of work."""
 
 
 def add_command(subparsers: Any) -> None:
@@ -23,8 +19,8 @@ def add_command(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "preflight",
         help="check a config for N ranks without starting them",
-        description="Check a config, and print what each optimizer trains, each rank's work, "
-        "traffic and memory, the checkpoints, and the steps at which the schedule changes. "
+        description="Check a config, and print what each optimizer trains, the lasting memory of a "
+        "rank, the size of a checkpoint, and the steps at which the schedule changes. "
         "Mistakes are listed at the end, and the exit status is then 1. What this machine lacks is "
         "no mistake if it has fewer ranks than --world.",
         epilog="example: amo preflight configs/qwen3_1.7b.toml --world 32; torchtitan's options "
@@ -33,16 +29,11 @@ def add_command(subparsers: Any) -> None:
     parser.add_argument("config", metavar="FILE", help="TOML file, such as those in configs")
     parser.add_argument("--world", type=int, default=32, help="number of ranks (default 32)")
     parser.add_argument(
-        "--memory-gb",
-        type=float,
-        help="memory of each rank's device, in 1e9 bytes (default: that of this machine's "
-        "accelerator, or 80 if it has fewer ranks than --world)",
-    )
-    parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="also train two steps as one of the ranks, with collectives that torchtitan fakes; "
-        "on a CPU with short sequences",
+        help="also train two steps as one of the ranks, with collectives that torchtitan fakes, "
+        "and print its memory at the peak and the bytes that it sends; on a CPU with short "
+        "sequences",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.set_defaults(run=run, overrides=[])
@@ -57,22 +48,16 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: The arguments or the file cannot be read.
     """
-    for field, value in (("world", args.world), ("memory-gb", args.memory_gb)):
-        is_right = value is None or 0 < value <= MOST_RANKS
-        require(is_right, f"--{field}", value, f"more than 0 and at most {MOST_RANKS}")
+    require(args.world > 0, "--world", args.world, "1 or more")
     print("loading PyTorch and torchtitan ...", file=sys.stderr, flush=True)
     from torchtitan_ext.config import settings
     from torchtitan_ext.config.checks import collect, missing_on_this_machine, validate_config
     from torchtitan_ext.plugin import machine
     from torchtitan_ext.tools.dry_run import dry_run
-    from torchtitan_ext.tools.preflight_memory import check_memory
 
     config, problems = settings.load([f"--{settings.FILE}", args.config, *args.overrides])
     is_elsewhere = args.world > machine.most_ranks()
-    memory_gb = args.memory_gb or (80.0 if is_elsewhere else machine.gpu_memory_gb())
     config, problems = validate_config(config, args.world, problems)
-    if memory_gb and not problems:  # Sizes mean little before all fits together.
-        collect(problems, lambda: check_memory(config, args.world, memory_gb))
     report = predict(config, args.world, problems)
     if args.dry_run and not problems:
         print(f"training two steps as one of {args.world} ranks ...", file=sys.stderr, flush=True)
@@ -99,35 +84,66 @@ def predict(config: Any, world_size: int, problems: list[str]) -> dict[str, Any]
         Sections by title: fields by name, or rows.
     """
     from torchtitan_ext.config.checks import collect, degrees
-    from torchtitan_ext.tools import preflight_memory
 
     dims = collect(problems, lambda: degrees(config, world_size))
-    names = {"replicate": "dp_replicate", "shard": "dp_shard", "cp": "cp", "tp": "tp", "pp": "pp"}
-    parts = {name: getattr(dims, field, 1) for name, field in names.items()}
-    layout = " x ".join(f"{name} {n}" for name, n in parts.items() if n > 1)
-    report: dict[str, Any] = {
-        "config": {
-            "model": config.model.flavor,
-            "optimizer": config.optimizer.name,
-            "ranks": world_size,
-            "layout": layout or "one rank",
-        },
-        "timeline": {event: step for step, event in _timeline(config)},
-    }
+    report: dict[str, Any] = {"timeline": {event: step for step, event in _timeline(config)}}
     # An optimizer's own error of a mistake that is known would name it twice.
     is_known = any(line.startswith("optimizer") for line in problems)
-    groups = None if is_known else collect(problems, lambda: preflight_memory.groups_of(config))
+    groups = None if is_known else collect(problems, lambda: groups_of(config))
     if groups is None:
         return report
     report["parameters"] = _parameters(groups)
-    steps = collect(problems, lambda: _steps(config, preflight_memory.registry_of(groups)))
+    collect(problems, lambda: _check_schedule(config, groups))
     if problems:
         return report
-    report["Newton-Schulz steps"] = steps
     report["run"] = _run(config, groups, dims)
-    if dims.tp == dims.pp == 1:  # no other layout has a model of costs here
-        report |= _costs(config, groups, dims, steps)
+    if dims.tp == dims.pp == 1:  # no other layout is counted
+        params, state = held_bytes(config, groups, dims.dp_shard * dims.cp)
+        sizes = {"parameter_bytes": params, "gradient_bytes": params, "state_bytes": state}
+        report["lasting memory of the fullest rank"] = sizes
     return report
+
+
+def groups_of(config: Any) -> Sequence[Mapping[str, Any]]:
+    """Parameter groups as the run makes them, without memory; all of them AdamW's under AdamW.
+
+    Raises:
+        ValueError: For a model that there is not, an unknown matrix inside a block, or an
+            expression that matches no parameter.
+    """
+    import torch
+
+    from amo_dist.operators.tree import read_tree
+    from torchtitan_ext.plugin import models, optimizers
+
+    with torch.device("meta"):
+        model = models.spec(config.model).model.build()
+    optimizers.require_used([model], config.optimizer)
+    if config.optimizer.name == "AdamW":
+        params = [(place.name, place.parameter) for place in read_tree([model])]
+        return [{"params": params, "algorithm": "adamw"}]
+    return optimizers.groups_of([model], config.optimizer)
+
+
+def held_bytes(config: Any, groups: Any, shards: int) -> tuple[int, int]:
+    """Bytes of the fullest rank: of parameters, and of optimizer state.
+
+    FSDP cuts dim 0 as ``torch.chunk`` does: the first rank holds the ceiling.
+    """
+    import torch
+
+    optimizer = config.optimizer
+    itemsize = getattr(torch, config.training.dtype).itemsize
+    params = state = 0
+    for group in groups:
+        bytes_per_entry = 2 * itemsize  # of AdamW
+        if group["algorithm"] == "muon":
+            bytes_per_entry = torch.float32.itemsize * (2 if optimizer.name == "AdaMuon" else 1)
+        for _, parameter in group["params"]:
+            held = -(-parameter.shape[0] // shards) * math.prod(parameter.shape[1:])
+            params += held * itemsize
+            state += held * bytes_per_entry
+    return params, state
 
 
 def _timeline(config: Any) -> list[tuple[int, str]]:
@@ -158,88 +174,41 @@ def _parameters(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _steps(config: Any, registry: Sequence[MatrixInfo]) -> dict[str, int]:
-    """Newton-Schulz steps by operator type.
-
-    AMO's plan comes during the run; until then its uniform steps are shown.
+def _check_schedule(config: Any, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Check that a fixed schedule has the operator types of the model.
 
     Raises:
-        ValueError: For a schedule file that lacks an operator type.
+        ValueError: For a schedule file that lacks one.
     """
-    from amo_dist.config import sort_operator_types
-    from amo_dist.optimizers import root
     from amo_dist.schedule.source import as_source
+    from amo_dist.schedule.types import MatrixInfo
     from torchtitan_ext.plugin.optimizers import fixed_schedule
 
-    optimizer = config.optimizer
-    types = sort_operator_types(info.operator_type for info in registry)
-    if optimizer.name == "AMO":
-        return dict.fromkeys(types, optimizer.amo.base_steps)
-    if optimizer.name == "ROOT":  # its triples are fitted before the first step
-        return dict.fromkeys(types, root.NUM_STEPS)
-    if not types:
-        return {}
-    source = as_source(fixed_schedule(optimizer))
-    source.bind(registry)
-    schedules = source.schedules(1)
-    return {name: schedules[name].num_steps for name in types}
+    if config.optimizer.name in ("AdamW", "AMO", "ROOT"):
+        return
+    registry = [
+        MatrixInfo(name + view.suffix, (1, 1), view.operator_type)
+        for group in groups
+        for name, views in group.get("matrix_views", {}).items()
+        for view in views
+    ]
+    as_source(fixed_schedule(config.optimizer)).bind(registry)
 
 
 def _run(config: Any, groups: Any, dims: Any) -> dict[str, Any]:
-    from torchtitan_ext.batch import sequences_per_step
-    from torchtitan_ext.tools.preflight_memory import held_bytes
+    from torchtitan_ext.plugin.hyperparameters import sequences_per_step
 
     training = config.training
     ranks = dims.dp_replicate * dims.dp_shard
     batch = sequences_per_step(training, dims)
     tokens = batch * training.seq_len
     return {
-        "steps": training.steps,
-        "peak rate": config.optimizer.lr,
+        "sharded over": dims.dp_shard,
         "sequences per step": batch,
         "accumulated batches": batch // (training.local_batch_size * ranks),
         "tokens per step": tokens,
         "tokens": tokens * training.steps,
         "checkpoint_bytes": sum(held_bytes(config, groups, 1)),
-    }
-
-
-def _costs(config: Any, groups: Any, dims: Any, steps: Mapping[str, int]) -> dict[str, Any]:
-    """Work and traffic of the ranks in an optimizer step, and their memory."""
-    from torchtitan_ext.tools.preflight_memory import (
-        NCCL_PEER_BYTES,
-        logit_bytes,
-        memory_of,
-        registry_of,
-    )
-    from torchtitan_ext.tools.step_cost import StepCost, lay_out
-
-    memory, registry = memory_of(config, groups, dims), registry_of(groups)
-    logits = logit_bytes(config, dims)
-    step: dict[str, Any] = {}
-    exchange = newton_schulz = 0
-    if registry:
-        shards = dims.dp_shard * dims.cp
-        # Plain tensors are private to each rank, which does everything itself.
-        ranks = 1 if shards == 1 else dims.dp_replicate * shards
-        matrices = lay_out(registry, ranks, replica_size=shards)
-        muon = config.optimizer.amo if config.optimizer.name == "AMO" else config.optimizer.muon
-        cost = StepCost(registry, matrices, steps, ranks, config=muon)
-        exchange, newton_schulz = cost.memory()
-        memory["nccl_bytes"] = NCCL_PEER_BYTES * (min(ranks, GPUS_OF_A_NODE) - 1)
-        step = {
-            "owners": len(set(cost.owners.values())),
-            "busiest / mean": (cost.flops.max() / cost.flops.mean()).item(),
-            "GFLOP of the busiest": cost.flops.max().item() / 1e9,
-            "sent bytes": cost.sent,
-        }
-    # The exchange frees its buffers between steps.
-    peak = sum(memory.values()) + max(logits, exchange + newton_schulz)
-    memory |= {"exchange_bytes": exchange, "newton_schulz_bytes": newton_schulz}
-    memory |= {"logits_bytes": logits, "at_most_bytes": peak}
-    return {
-        "optimizer step, mean of ranks": step,
-        "memory of the fullest rank, without activations and gathered parameters": memory,
     }
 
 
@@ -268,9 +237,7 @@ def lines_of(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _text(name: str, value: Any) -> str:
-    from torchtitan_ext.tools.preflight_memory import size
-
     if isinstance(value, (int, float)) and name.endswith("bytes"):
-        return size(value)
+        return f"{value:,.0f}"
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
     return printable(text)

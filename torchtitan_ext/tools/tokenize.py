@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from amo_dist.config import require
 from torchtitan_ext.runs.files import replace
 
 # Default value, choices and help by option.
@@ -42,15 +43,12 @@ def tokenize(args: argparse.Namespace) -> int:
     Raises:
         ValueError: For what cannot be read, too many bad rows, or a folder of other settings.
     """
-    from datatrove.io import DataFolder
-
     from torchtitan_ext.data.corpus import SETTINGS, open_packed
-    from torchtitan_ext.data.pipeline import FORMATS, Rows, Tokens
+    from torchtitan_ext.data.pipeline import Rows, Tokens
     from torchtitan_ext.data.tokenizers import Tokenizer
-    from torchtitan_ext.runs.differences import differences
+    from torchtitan_ext.runs.records import differences
 
-    if args.tasks < 0:
-        raise ValueError(f"--tasks: found {args.tasks}, expected 1 or more, or 0 for all cores")
+    require(args.tasks >= 0, "--tasks", args.tasks, "1 or more, or 0 for all cores")
     tokenizer = Tokenizer.Config(
         kind=args.tokenizer,
         path=args.tokenizer_path,
@@ -58,33 +56,20 @@ def tokenize(args: argparse.Namespace) -> int:
         eos_token=args.eos_token,
     )
     built = tokenizer.build(tokenizer_path=args.tokenizer_path)
-    if not args.source:
-        raise ValueError("source: found an empty text, expected a folder or its URL")
-    source = place(args.source)
-    if os.path.abspath(args.output) == source:
-        raise ValueError(f"--output: found the folder of the source, {source!r}, expected another")
-    own = f"{os.path.relpath(args.output, source)}/"  # The logs are JSON, too.
-    paths = [
-        path
-        for path in DataFolder(source).list_files(glob_pattern=args.pattern or None)
-        if not path.startswith(own) and (args.pattern or path.lower().endswith(FORMATS))
-    ]
-    if not paths:
-        expected = args.pattern or ", ".join(FORMATS)
-        raise ValueError(f"source: found no file in {source!r}, expected a folder of {expected}")
+    source = args.source
+    if "://" not in source:
+        source = os.path.abspath(os.path.expanduser(source))
+    paths = _files(source, args.output, args.pattern)
     listing = "".join(f"{path}\n" for path in paths)
     file = args.output / SETTINGS
     saved = json.loads(file.read_text()) if file.exists() else {}
-    if "source" in saved:
-        saved["source"] = place(saved["source"])
-    num_cores = len(os.sched_getaffinity(0))
     settings = {
         "source": source,
         "files": hashlib.sha256(listing.encode()).hexdigest()[:16],
         "tokenizer": built.identity,
         "text_field": args.text_field,
         "score_field": args.score_field,
-        "tasks": args.tasks or saved.get("tasks") or min(len(paths), num_cores),
+        "tasks": args.tasks or saved.get("tasks") or min(len(paths), _num_cores()),
     }
     if saved and (changed := differences(saved, settings)):
         raise ValueError(f"{file}: was made with other settings ({'; '.join(changed)})")
@@ -92,15 +77,6 @@ def tokenize(args: argparse.Namespace) -> int:
     listed = args.output / "files.txt"
     replace(listed, listing)
     replace(file, json.dumps(settings, indent=1))
-    options: dict[str, Any] = dict(text.split("=", 1) for text in args.executor_option)
-    options |= {name: int(value) for name, value in options.items() if value.isdecimal()}
-    if args.executor == "slurm":  # The jobs find the programs of datatrove where this one is.
-        programs = shlex.quote(str(Path(sys.executable).parent))
-        options.setdefault("env_command", f"export PATH={programs}:$PATH")
-    elif args.executor == "local":
-        workers = options.setdefault("workers", min(settings["tasks"], num_cores))
-        # One process uses all cores, and several would take them from one another.
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", str(workers == 1).lower())
     pipeline = [
         Rows(source, str(listed), args.text_field, args.score_field, args.max_bad_rows),
         Tokens(args.output, tokenizer, bool(args.score_field)),
@@ -109,6 +85,7 @@ def tokenize(args: argparse.Namespace) -> int:
     executor = getattr(module, f"{args.executor.title()}PipelineExecutor")
     # A whole path: fsspec remembers a folder by its text, whatever the working directory.
     logs = os.path.abspath(args.output / "logs")
+    options = _executor_options(args.executor, args.executor_option, settings["tasks"])
     executor(pipeline, tasks=settings["tasks"], logging_dir=logs, **options).run()
     if args.executor == "local":
         print(f"{open_packed(str(args.output), built).num_tokens} tokens")
@@ -116,9 +93,45 @@ def tokenize(args: argparse.Namespace) -> int:
     return 0
 
 
-def place(source: str) -> str:
-    """A folder by its whole path, and a URL as it is."""
-    return source if "://" in source else os.path.abspath(os.path.expanduser(source))
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _files(source: str, output: Path, pattern: str) -> list[str]:
+    """Paths of the files in a folder or URL, without those of the output.
+
+    Raises:
+        ValueError: There is none, or the output is the folder itself.
+    """
+    from datatrove.io import DataFolder
+
+    from torchtitan_ext.data.pipeline import FORMATS
+
+    is_apart = os.path.abspath(output) != source
+    require(is_apart, "--output", f"the folder of the source, {source!r}", "another")
+    own = f"{os.path.relpath(output, source)}/"  # The logs are JSON, too.
+    paths = [
+        path
+        for path in DataFolder(source).list_files(glob_pattern=pattern or None)
+        if not path.startswith(own) and (pattern or path.lower().endswith(FORMATS))
+    ]
+    expected = f"a folder of {pattern or ', '.join(FORMATS)}"
+    require(bool(paths), "source", f"no file in {source!r}", expected)
+    return paths
+
+
+def _executor_options(executor: str, words: list[str], tasks: int) -> dict[str, Any]:
+    """Options of an executor: those of the command line, and defaults."""
+    options: dict[str, Any] = dict(text.split("=", 1) for text in words)
+    options |= {name: int(value) for name, value in options.items() if value.isdecimal()}
+    if executor == "slurm":  # The jobs find the programs of datatrove where this one is.
+        programs = shlex.quote(str(Path(sys.executable).parent))
+        options.setdefault("env_command", f"export PATH={programs}:$PATH")
+    elif executor == "local":
+        workers = options.setdefault("workers", min(tasks, _num_cores()))
+        # One process uses all cores, and several would take them from one another.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", str(workers == 1).lower())
+    return options
 
 
 def add_command(subparsers: Any) -> None:

@@ -7,7 +7,6 @@ each as ``python -m torchtitan_ext.train``. Under torchrun itself the command is
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import signal
@@ -20,7 +19,7 @@ from typing import Any
 
 from torchtitan_ext import environment, train
 from torchtitan_ext.runs.run_files import complete_steps, require_unlocked
-from torchtitan_ext.runs.stores import folder_of
+from torchtitan_ext.runs.stores import join
 from torchtitan_ext.signals import OUTCOME_FILE, STOPPED, end_at_once, handled
 
 RANK = "torchtitan_ext.train"
@@ -113,7 +112,6 @@ def check_and_start(args: argparse.Namespace, arguments: list[str]) -> int:
     print("loading PyTorch and torchtitan ...", file=sys.stderr, flush=True)
     from torchtitan_ext.config import checks, settings
     from torchtitan_ext.plugin import machine
-    from torchtitan_ext.tools.preflight_memory import check_memory
 
     nodes = 1 if args.nodes is None else args.nodes
     for option, number, least in (("nodes", nodes, 1), ("restarts", args.restarts, 0)):
@@ -125,17 +123,13 @@ def check_and_start(args: argparse.Namespace, arguments: list[str]) -> int:
         raise ValueError(f"--numa-binding: found {args.numa_binding!r}, which needs GPUs")
     config, problems = settings.load(arguments)
     ranks = pick_ranks(args.ranks, args.nodes)
-    # A rank on CPU has its share of the machine's memory.
-    memory_gb = machine.gpu_memory_gb() or machine.memory_bytes() / ranks / 1e9
     config, problems = checks.validate_config(config, ranks * nodes, problems)
-    if not problems:  # Sizes mean little before all fits together.
-        checks.collect(problems, lambda: check_memory(config, ranks * nodes, memory_gb))
     problems = problems or checks.missing_on_this_machine(config)
     if problems:
         raise ValueError("\n".join(dict.fromkeys(problems)))
     folder = Path(config.dump_folder)
     if args.newest_step:
-        print(max(complete_steps(folder_of(folder, config.checkpoint.folder)), default=0))
+        print(max(complete_steps(join(folder, config.checkpoint.folder)), default=0))
         return 0
     require_unlocked(folder, config.checkpoint.stop_seconds)
     on_nodes = f" on {nodes} nodes" if nodes > 1 else ""
@@ -229,8 +223,6 @@ def start(options: list[str], program: list[str], config: Any, ranks: int) -> in
         reason, status = explain(error.failures)
         print(f"{reason}; logs: {logs}", file=sys.stderr)
         return status
-    except json.JSONDecodeError:  # of the file in which a rank leaves its error
-        reason = "error: a rank failed and could not write why: the disk of dump_folder may be full"
     except SignalException as error:
         status = 128 + error.sigval
         reason = f"error: stopped by {error.sigval.name}, and not every rank saved and left within "

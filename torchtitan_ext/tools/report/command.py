@@ -103,7 +103,6 @@ def facts(runs: Sequence[Run]) -> list[list[str]]:
 def _facts(run: Run) -> dict[str, str | None]:
     last, model = run.metrics[-1], run.config.get("model", {})
     total, lock, tokens = last.get("training_steps"), last.get("lock_step"), last.get("num_tokens")
-    locked = [first for name, first, _ in run.spans("phase") if name == "locked"]
     speeds = [value for _, value in run.series("tokens_per_second")]
     speed = statistics.median(speeds) if speeds else None
     # 0 is no measurement, as after a resume.
@@ -131,7 +130,7 @@ def _facts(run: Run) -> dict[str, str | None]:
         "validation loss": f"{run.validations[-1][1]:.4g}" if run.validations else None,
         "gradient norm": newest("grad_norm"),
         "phase": last["phase"],
-        "locked at step": str(locked[-1] if locked else lock or "") or None,
+        "locked at step": str(lock) if lock and last["phase"] == "locked" else None,
         "Newton-Schulz steps": " ".join(f"{k} {v}" for k, v in counts.items()) or None,
         "residual after Newton-Schulz": f"{residuals[-1]:.3g}" if residuals else None,
     }

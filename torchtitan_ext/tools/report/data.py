@@ -41,21 +41,22 @@ class Run:
     def spans(self, field: str, name: str = "") -> list[tuple[Any, int, int]]:
         """``(value, first step, last step)`` of each stretch of one value, in order.
 
+        A record stands for the steps since the one before it.
+
         Args:
             field: ``phase`` or ``num_steps_by_type``; steps without a value are left out.
             name: One operator type of ``num_steps_by_type``; empty for the whole mapping.
         """
 
-        def value(change: Mapping[str, Any]) -> Any:
-            return change[field].get(name) if name else change[field]
+        def value(record: Mapping[str, Any]) -> Any:
+            return record[field].get(name) if name else record[field]
 
-        changes = [change for record in self.metrics for change in record["changes"]]
-        stretches = [next(same) for _, same in itertools.groupby(changes, value)]
-        firsts = [stretch["step"] for stretch in stretches]
-        lasts = [*(first - 1 for first in firsts[1:]), self.metrics[-1]["step"]]
-        # A log without changes leaves the last step over.
-        spans = zip(map(value, stretches), firsts, lasts, strict=False)
-        return [span for span in spans if span[0]]
+        spans, last = [], 0
+        for found, same in itertools.groupby(self.metrics, value):
+            first, last = last + 1, [record["step"] for record in same][-1]
+            if found:
+                spans.append((found, first, last))
+        return spans
 
 
 def load(folder: str | Path) -> Run:
