@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +17,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import Replicate, Shard
 
 from amo_dist import AMO, AMOConfig, param_groups
-from amo_dist.engine import step as engine_step
 from amo_dist.schedule.plan import Plan
 from tests import runs
 from tests.distributed import models
@@ -30,13 +29,11 @@ from tests.distributed.twin import (
     Twin,
     by_matrix,
     set_gradients,
-    views_of,
 )
 
 STEPS = 8
 FIELDS = runs.PHASES | {
     "transition_steps": 2,
-    # Its own products would count as those of training.
     "ns_guard_every": 0,
     # Small buckets: the tiny matrices of these tests fill several.
     "bucket_bytes": 256,
@@ -92,7 +89,6 @@ class Outcome:
     whole: dict[str, Tensor]
     control: dict[str, Any]
     sent: float
-    num_orthogonalized: int
 
 
 def train(rank: int, world_size: int, build: Callable[[], Any], fields: dict[str, Any]) -> Outcome:
@@ -106,19 +102,11 @@ def train(rank: int, world_size: int, build: Callable[[], Any], fields: dict[str
         config=AMOConfig(**fields),
         process_group=group,
     )
-    counted = [0]
-    original = engine_step.orthogonalize
-
-    def counting(x: Tensor, *args: Any, **options: Any) -> Tensor:
-        counted[0] += len(x) if x.dim() == 3 else 1
-        return original(x, *args, **options)
-
-    with mock.patch.object(engine_step, "orthogonalize", counting):
-        for step in range(1, STEPS + 1):
-            set_gradients(model, step)
-            optimizer.step()
+    for step in range(1, STEPS + 1):
+        set_gradients(model, step)
+        optimizer.step()
     sent = optimizer.metrics()["exchange/sent_bytes"]
-    return Outcome(runs.weights(model), optimizer.control_state_dict(), sent, counted[0])
+    return Outcome(runs.weights(model), optimizer.control_state_dict(), sent)
 
 
 def check(results: list[Outcome], shapes: Shapes, fields: dict[str, Any] = FIELDS) -> None:
@@ -136,9 +124,6 @@ def check(results: list[Outcome], shapes: Shapes, fields: dict[str, Any] = FIELD
     assert oracle.source is not None
     assert Plan.from_dict(results[0].control["source"]["plan"]) == oracle.source.plan
     assert len(set(oracle.source.plan.allocation)) > 1  # else a uniform plan would pass
-    # Each matrix once a step, by one rank of the world.
-    num_matrices = sum(len(views_of(name, shape) or ()) for name, shape in shapes.items())
-    assert sum(result.num_orthogonalized for result in results) == STEPS * num_matrices
 
 
 # ------------------------------------------------------------------ builders, run on the ranks
@@ -268,3 +253,30 @@ def test_experts_sharded_on_their_first_dim_send_nothing(run_on: Ranks) -> None:
     results = run_on(2)(train, build_experts_0, FIELDS)
     check(results, EXPERTS)
     assert [result.sent for result in results] == [0, 0]
+
+
+def send(rank: int, world_size: int, layout: str) -> tuple[list[float], int]:
+    """Bytes that this rank sends in a step, and in one that observes; elements observed."""
+    model, optimizer = runs.make(layout, shapes=EVEN, ns_dtype="bfloat16", bucket_bytes=64)
+    sent = []
+    for step in (1, 2):
+        sampled = optimizer.source.sample(step) if step > 1 else ()
+        runs.train(model, optimizer, step, step)
+        sent.append(optimizer.metrics()["exchange/sent_bytes"])
+    return sent, sum(math.prod(EVEN[name]) for name in sampled)
+
+
+@pytest.mark.parametrize(
+    ("layout", "world_size", "held", "replicas"),
+    [("fsdp", 2, 1 / 2, 1), ("hsdp", 4, 1 / 2, 2), ("tp_fsdp", 4, 1 / 4, 1), ("plain", 3, 1, 3)],
+)
+def test_a_step_sends_each_matrix_once_there_and_once_back(
+    run_on: Ranks, layout: str, world_size: int, held: float, replicas: int
+) -> None:
+    """But for what its owner holds; in bfloat16, and in float32 what is only measured."""
+    results = run_on(world_size)(send, layout)
+    plain, observing = (sum(sent[step] for sent, _ in results) for step in range(2))
+    assert plain == 2 * sum(math.prod(EVEN[name]) for name in models.types()) * (
+        1 - held + replicas - held
+    )
+    assert observing == plain + 4 * results[0][1] * (1 - held)
