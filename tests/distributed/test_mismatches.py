@@ -107,3 +107,17 @@ def test_a_load_on_one_rank_alone_is_an_error_not_a_hang(run_on: Ranks) -> None:
     assert "rank 0 has step 6; rank 1 has step 2" in stale
     assert "exchange plan" in anew
     assert (alike, second) == ("", "")
+
+
+def no_matrices(rank: int, world_size: int, shapes: dict[str, tuple[int, ...]]) -> str:
+    """As between stages of a pipeline: a rank may have none."""
+    model = models.plain_model({"norm.weight": (8,)} if rank else shapes)
+    optimizer = Muon(param_groups(model))
+    return raised(lambda: runs.train(model, optimizer, 1, 1))
+
+
+def test_a_rank_may_have_no_matrix_and_the_world_may_not(run_on: Ranks) -> None:
+    assert run_on(2)(no_matrices, {WQ: (12, 8)}) == ["", ""]
+    for error in run_on(2)(no_matrices, {"tok_embeddings.weight": (5, 8)}):
+        assert "params: found no matrix among 1 parameters (" in error
+        assert "allow_no_matrices=True" in error
