@@ -61,6 +61,13 @@ def test_plans_of_all_ranks_fit_together(problem: tuple) -> None:
         served = sum(replica[0] in job.targets for replica in matrix.replicas)
         expected += (1 + served) * matrix.num_elements - 2 * matrix.num_held(job.owner)
     assert sum(plan.num_sent for plan in plans.values()) == expected
+    # Each matrix has one owner, which gathers one replica and delivers to all ranks.
+    assert [job.matrix for job in jobs] == list(range(len(model.matrices)))
+    for job in jobs:
+        matrix = model.matrices[job.matrix]
+        assert job.owner in job.sources
+        assert job.sources in matrix.replicas
+        assert sorted(job.targets) == sorted(matrix.ranks)
     # Each job is in one bucket of its owner, and no bucket is too full.
     found: list[int] = []
     for rank, plan in plans.items():

@@ -13,7 +13,6 @@ from torch.distributed.tensor import Partial, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from amo_dist.distributed import layout as layout_module
 from amo_dist.distributed.layout import cut_like, make_matrix, mesh_layout
 from tests.layouts import KINDS, Model, build, cut_view, local_tensor, meshes, models
 
@@ -71,21 +70,6 @@ def test_a_strided_shard_that_no_later_axis_explains_keeps_every_other_chunk() -
     layout = mesh_layout((16, 1), torch.arange(4).view(2, 2), placements)
     kept = [local_tensor(layout, numbered((16, 1)), rank).flatten().tolist() for rank in (0, 1)]
     assert kept == [[0, 1, 4, 5], [8, 9, 12, 13]]
-
-
-def test_only_ranks_that_hold_some_of_an_expert_are_visited(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    visits = []
-    visit = layout_module._box_regions
-    monkeypatch.setattr(
-        layout_module, "_box_regions", lambda *args: visits.append(args) or visit(*args)
-    )
-    model = build("ep_fsdp", torch.arange(32).view(8, 4), [(16, 12, 3)])
-    assert len(model.matrices) == 16
-    # Two experts on each of eight rows of the mesh, in four shards.
-    assert len(visits) == 16 * 4
-    assert all(len(matrix.regions_by_rank) == 4 for matrix in model.matrices)
 
 
 @few

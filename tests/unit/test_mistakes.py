@@ -112,8 +112,11 @@ ON_META = r"found torch.float32 \(12, 8\) on meta, expected .* on cpu"
         (lambda _, own: own.load_state_dict({}), "^param_groups: found NoneType, expected a list"),
         (lambda one, _: setattr(one, "grad", SPARSE), f"^{WQ}: found a sparse gradient"),
         (lambda one, _: swap_tensors(one, ones(12, 8, device="meta")), f"^{WQ}: {ON_META}"),
-        (lambda one, _: becomes(one, one.data.double()), f"^{WQ}: found torch.float64 .*, expected"),
-        (lambda one, _: becomes(one, one.data[:-1]), rf"^{WQ}: found .*\(11, 8\) on cpu, expected"),
+        (
+            lambda one, _: becomes(one, one.data.double()),
+            f"^{WQ}: found torch.float64",
+        ),
+        (lambda one, _: becomes(one, one.data[:-1]), rf"^{WQ}: found .*\(11, 8\)"),
     ],
 )
 def test_a_mistake_in_use_is_named_and_changes_nothing(

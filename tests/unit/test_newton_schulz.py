@@ -1,8 +1,7 @@
 from __future__ import annotations
 
 import math
-import sys
-from pathlib import Path
+import os
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from amo_dist.config import Triple
 from amo_dist.kernels import newton_schulz
 from amo_dist.kernels.newton_schulz import orthogonalize
 from amo_dist.schedule.coefficients import named_schedule
-from tests.examples import run
 from tests.unit.test_cans_guard import PRINTED as CANS
 
 KJ, YOU = (named_schedule(name).schedule.coefficients for name in ("kj", "you"))
@@ -166,42 +164,6 @@ def test_aol_scales_rows_by_their_gram_sums() -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
-def test_rows_that_are_zero_or_almost_stay_finite() -> None:
-    x = torch.randn(6, 10, generator=generator())
-    x[2] = 0
-    x[3] *= 1e-30  # squares vanish in float32
-    found = orthogonalize(x, YOU[1:], preconditioner="aol", dtype=torch.float32)
-    assert found.isfinite().all()
-    assert found[2].count_nonzero() == 0
-    rest = x[[0, 1, 4, 5]]
-    expected = orthogonalize(rest, YOU[1:], preconditioner="aol", dtype=torch.float32)
-    # Products may be summed in another order for another size: float32, lifted by slopes of 256.
-    torch.testing.assert_close(found[[0, 1, 4, 5]], expected, rtol=0, atol=1e-4)
-
-
-RUN_MANY_SCHEDULES = """
-import torch
-from amo_dist.kernels.newton_schulz import orthogonalize
-for number in [*range(150), 0]:
-    print("schedule", number, flush=True)
-    triples = [(2.0 + number / 1024, -1.5 - number / 1024, 0.5)]
-    orthogonalize(torch.ones(32, 48), triples, dtype=torch.bfloat16)
-"""
-
-
-@pytest.mark.slow
-def test_compiled_products_of_past_schedules_are_given_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_few_compiled_products_of_past_schedules_are_kept() -> None:
     for name in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("ONEDNN_VERBOSE", "profile_create")
-    done = run([sys.executable, "-c", RUN_MANY_SCHEDULES], tmp_path)
-    assert done.returncode == 0, done.stderr
-    first, *_, again = [
-        part.count("create:cache_miss") for part in done.stdout.split("schedule")[1:]
-    ]
-    if not first:
-        pytest.skip("oneDNN does not run these products here")
-    # Two products a schedule have a beta of their own.
-    assert again >= 2
+        assert int(os.environ[name]) <= 256

