@@ -207,12 +207,8 @@ def test_any_change_of_any_file_is_found(tmp_path: Path, name: str, how: str) ->
     assert sum(map(bool, by_rank)) == (2 if how in ("longer", "cut") else 1)
     message = f"damaged: {SHARD} " if name == SHARD else "metadata: found other bytes than"
     assert message in refusal(folder)
-
-
-def test_a_missing_file_and_broken_checksums_are_found(tmp_path: Path) -> None:
-    folder = save(tmp_path / "damaged", state(1.0), sums=True)
-    (folder / SHARD).unlink()
-    assert find_damage(folder) == f"{SHARD}: No such file or directory"
+    (folder / name).unlink()
+    assert find_damage(folder) == f"{name}: No such file or directory"
     (folder / CHECKSUMS).write_text("{")
     assert find_damage(folder).startswith(f"{CHECKSUMS} is damaged: ")
 
@@ -226,6 +222,29 @@ def test_without_checksums_what_can_be_read_is_loaded(tmp_path: Path) -> None:
     assert not read(folder)["model"]["w"].any()
     (folder / SHARD).write_bytes(DAMAGE["cut"](data))
     assert "EOFError" in refusal(folder)
+
+
+@pytest.mark.parametrize(("method", "is_whole"), [("write_data", False), ("finish", True)])
+def test_a_kill_leaves_metadata_last_and_checksums_before(
+    tmp_path: Path, method: str, is_whole: bool
+) -> None:
+    stock = getattr(FileSystemWriter, method)
+
+    def killed(*args: Any) -> None:
+        stock(*args)
+        raise OSError("killed")
+
+    folder = save(tmp_path / "killed", state(1.0), sums=True)
+    with (
+        mock.patch.object(FileSystemWriter, method, killed),
+        pytest.raises(CheckpointException, match="killed"),
+    ):
+        save(folder, state(2.0), sums=True)
+    assert (folder / ".metadata").exists() == is_whole
+    if is_whole:
+        assert find_damage(folder) == ""
+        (folder / SHARD).write_bytes(flip((folder / SHARD).read_bytes()))
+        assert find_damage(folder) == f"{SHARD} has other bytes than were written"
 
 
 def test_an_enum_that_python_pickled_by_name_loads(
