@@ -135,17 +135,13 @@ def mistake(words: list[str]) -> str | None:
         return f"no extra {missing}" if missing else None
     if program == "amo":
         return amo_mistake(rest)
-    if program == "bash":
-        return None if (ROOT / rest[0]).is_file() else f"no file {rest[0]}"
-    if program in ("python", "torchrun"):
-        if "-m" not in rest:
-            is_script = any(word.endswith(".py") for word in rest)
-            return None if is_script else "neither a module nor a script"
+    if program in ("python", "torchrun") and "-m" in rest:
         module, *rest = rest[rest.index("-m") + 1 :]
         if module in ("amo_dist", "torchtitan_ext"):
             return amo_mistake(rest)
         return None if importlib.util.find_spec(module) else f"no module {module}"
-    return None if os.access(ROOT / program, os.X_OK) else f"no program {program}"
+    is_here = program in ("bash", "python", "torchrun") or os.access(ROOT / program, os.X_OK)
+    return None if is_here else f"no program {program}"
 
 
 def amo_mistake(arguments: list[str]) -> str | None:

@@ -54,18 +54,6 @@ def test_a_scaler_leaves_out_a_step_with_an_infinite_gradient() -> None:
     assert optimizer.num_steps_taken == 0
 
 
-def test_parameters_of_several_dtypes() -> None:
-    model = models.plain_model(runs.SHAPES)
-    for name, param in model.named_parameters():
-        if "norm" in name or "w1" in name:
-            param.data = param.data.bfloat16()
-    before = runs.weights(model)
-    after = runs.train(model, Muon(param_groups(model), lr=1e-1), 1, 2)
-    for name, old in before.items():
-        assert after[name].dtype == old.dtype
-        assert not torch.equal(after[name], old)
-
-
 # Both warnings are PyTorch's: of a loss that was not in the graph before the break, and of slow
 # guards on Python 3.13.0.
 @pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0:RuntimeWarning")
