@@ -6,32 +6,8 @@ import gc
 import json
 
 import pytest
-from torch import nn
 
-from amo_dist import Muon
 from tests import runs
-
-LONG = "x" * 180
-"""Part of a name of 200 characters."""
-
-
-def make_wide() -> tuple[nn.Module, Muon]:
-    """2,000 matrices of long names in 40 groups."""
-    rates = {rf".*_{number:02}\d\d": 1.0 + number for number in range(20)}
-    groups = {"patterns": {".*": "mlp_up"}, "lr_multipliers": rates, "no_decay": [r".*[02468]"]}
-    shapes = {f"{LONG}_{number:04}": (3, 2) for number in range(2000)}
-    model, optimizer = runs.make(kind=Muon, shapes=shapes, groups=groups)
-    assert len(optimizer.param_groups) == 40
-    return model, optimizer
-
-
-def test_thousands_of_parameters_in_many_groups_resume() -> None:
-    model, optimizer = make_wide()
-    runs.train(model, optimizer, 1, 1)
-    twin, other = runs.resume(model, optimizer, make_wide)
-    runs.train(model, optimizer, 2, 2)
-    runs.train(twin, other, 2, 2)
-    assert runs.same(model, twin)
 
 
 @pytest.mark.parametrize("steps", [200, pytest.param(10_000, marks=pytest.mark.slow)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
@@ -82,13 +81,8 @@ STAGES: tuple[Shapes, Shapes] = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """What a rank holds after the run."""
-
-    whole: dict[str, Tensor]
-    control: dict[str, Any]
-    sent: float
+Outcome = tuple[dict[str, Tensor], dict[str, Any], float]
+"""What a rank holds after the run: whole parameters, control state, bytes sent in the last step."""
 
 
 def train(rank: int, world_size: int, build: Callable[[], Any], fields: dict[str, Any]) -> Outcome:
@@ -106,7 +100,7 @@ def train(rank: int, world_size: int, build: Callable[[], Any], fields: dict[str
         set_gradients(model, step)
         optimizer.step()
     sent = optimizer.metrics()["exchange/sent_bytes"]
-    return Outcome(runs.weights(model), optimizer.control_state_dict(), sent)
+    return runs.weights(model), optimizer.control_state_dict(), sent
 
 
 def check(results: list[Outcome], shapes: Shapes, fields: dict[str, Any] = FIELDS) -> None:
@@ -114,15 +108,16 @@ def check(results: list[Outcome], shapes: Shapes, fields: dict[str, Any] = FIELD
     for step in range(1, STEPS + 1):
         twin.step(step)
     oracle, seen = twin.oracle, set[str]()
-    for result in results:
-        assert result.control == results[0].control
-        for name, tensor in result.whole.items():
+    _, first, _ = results[0]
+    for weights, control, _ in results:
+        assert control == first
+        for name, tensor in weights.items():
             for key, matrix in by_matrix(name, tensor).items():
                 assert torch.equal(matrix, oracle.params[key]), key
                 seen.add(key)
     assert seen == set(oracle.params)
     assert oracle.source is not None
-    assert Plan.from_dict(results[0].control["source"]["plan"]) == oracle.source.plan
+    assert Plan.from_dict(first["source"]["plan"]) == oracle.source.plan
     assert len(set(oracle.source.plan.allocation)) > 1  # else a uniform plan would pass
 
 
@@ -252,7 +247,7 @@ def test_every_layout_equals_the_twin_bit_for_bit(
 def test_experts_sharded_on_their_first_dim_send_nothing(run_on: Ranks) -> None:
     results = run_on(2)(train, build_experts_0, FIELDS)
     check(results, EXPERTS)
-    assert [result.sent for result in results] == [0, 0]
+    assert [sent for *_, sent in results] == [0, 0]
 
 
 def send(rank: int, world_size: int, layout: str) -> tuple[list[float], int]:
@@ -276,7 +271,6 @@ def test_a_step_sends_each_matrix_once_there_and_once_back(
     """But for what its owner holds; in bfloat16, and in float32 what is only measured."""
     results = run_on(world_size)(send, layout)
     plain, observing = (sum(sent[step] for sent, _ in results) for step in range(2))
-    assert plain == 2 * sum(math.prod(EVEN[name]) for name in models.types()) * (
-        1 - held + replicas - held
-    )
+    size = sum(math.prod(EVEN[name]) for name in models.types())
+    assert plain == 2 * size * (1 - held + replicas - held)
     assert observing == plain + 4 * results[0][1] * (1 - held)

@@ -35,6 +35,10 @@ LOCKED = 8
 BOTH = "cpu:gloo,cuda:nccl"
 
 
+def config_of(name: str) -> MuonConfig:
+    return AMOConfig(**FIELDS) if name == "AMO" else MuonConfig(**OF_MUON)
+
+
 def shapes_of(layout: str) -> Shapes:
     if layout.startswith("build_"):
         return {"build_experts_0": more.EXPERTS}.get(layout, more.STAGES[0] | more.STAGES[1])
@@ -109,8 +113,7 @@ def train(
     with simulated_device(backends) as device, nccl() as checks:
         model = build(layout, is_offloaded)
         group = dist.group.WORLD if layout == "plain" and world_size > 1 else None
-        config = AMOConfig(**FIELDS) if name == "AMO" else MuonConfig(**OF_MUON)
-        groups = param_groups(model, allow_unused=True)
+        groups, config = param_groups(model, allow_unused=True), config_of(name)
         optimizer = make_optimizer(name, groups, lr=LR, config=config, process_group=group)
         assert isinstance(optimizer, Muon)
         waits = []
@@ -150,25 +153,27 @@ def train(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layout", "num_ranks"),
+    ("name", "layout", "num_ranks"),
     [
-        *(("plain", 4), ("fsdp", 3), ("hsdp_tp", 4), ("build_experts_0", 2)),
-        *(("build_sharded_stage", 4), ("hsdp", 4)),
+        *(("AMO", "plain", 4), ("AMO", "fsdp", 3), ("AMO", "hsdp_tp", 4), ("AMO", "hsdp", 4)),
+        *(("AMO", "build_experts_0", 2), ("AMO", "build_sharded_stage", 4)),
+        *((name, "fsdp", 1) for name in ("Muon", "NorMuon", "AdaMuon")),
     ],
 )
-def test_every_layout_trains_on_devices(run_on: Ranks, layout: str, num_ranks: int) -> None:
-    shapes = shapes_of(layout)
-    twin = Twin(shapes, AMOConfig(**FIELDS))
+def test_every_layout_trains_on_devices(
+    run_on: Ranks, name: str, layout: str, num_ranks: int
+) -> None:
+    twin = Twin(shapes_of(layout), config_of(name), name)
     oracle = twin.oracle
     for step in range(1, STEPS + 1):
         assert oracle.adamw is not None
         oracle.lr = oracle.adamw.param_groups[0]["lr"] = LR * step / STEPS
         twin.step(step)
     seen = set()
-    for run in run_on(num_ranks)(train, layout):
+    for run in run_on(num_ranks)(train, layout, False, NCCL, name):
         assert run.waits == [{}] * (STEPS - LOCKED)
-        for name, param in run.params.items():
-            for key, matrix in by_matrix(name, param).items():
+        for each, param in run.params.items():
+            for key, matrix in by_matrix(each, param).items():
                 # float32 products in another order, and AdamW fused; an update is 1e-4 at least.
                 torch.testing.assert_close(matrix, oracle.params[key], rtol=1e-4, atol=2e-5)
                 seen.add(key)
@@ -189,6 +194,7 @@ def test_host_parameters_train_as_those_of_the_device(
     ranks = run_on(world_size)
     runs_by_place = (ranks(train, layout, place, backends, name) for place in (True, False))
     for run, expected in zip(*runs_by_place, strict=True):
+        assert expected.waits == [{}] * (STEPS - LOCKED)
         assert run.momenta
         for own, others in ((run.momenta, expected.momenta), (run.params, expected.params)):
             assert own.keys() == others.keys()

@@ -24,11 +24,9 @@ from amo_dist import (
     make_optimizer,
     param_groups,
 )
-from amo_dist.engine.hyperparameters import read_groups
 from tests import runs
 from tests.distributed import models
 from tests.runs import NORM, SHAPES, W1, WQ
-from tests.simulated_device import simulated_device
 
 BAD_RATES = [
     ("lr", float("nan"), "nan"),
@@ -158,19 +156,6 @@ def test_what_moves_in_a_group_moves_the_step(key: str, value: Any) -> None:
     moves_rest = key not in ("momentum", "nesterov")
     assert torch.equal(model.get_parameter(WQ), still.get_parameter(WQ)) == (not moves_matrices)
     assert torch.equal(model.get_parameter(NORM), still.get_parameter(NORM)) == (not moves_rest)
-
-
-def test_ranks_compare_rates_but_for_those_on_a_device() -> None:
-    group = runs.make(kind=Muon)[1].param_groups[0]
-
-    def described(rate: torch.Tensor) -> str:
-        (settings,) = read_groups([{**group, "lr": rate}], lambda _: None)
-        return settings.text
-
-    assert "lr 0.25," in described(torch.tensor(0.25))
-    with simulated_device() as device:
-        assert "lr of a tensor" in described(torch.full((), 0.25, device="cuda"))
-        assert not device.waits
 
 
 def test_notes_of_schedulers_and_users_are_no_unknown_keys(

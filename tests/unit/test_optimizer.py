@@ -59,20 +59,6 @@ def test_the_scale_of_matrix_gradients_does_not_matter(scale: float) -> None:
     assert runs.equal(*results)
 
 
-def test_a_skipped_observation_is_invalid_and_planning_goes_on() -> None:
-    model, optimizer = runs.make(nonfinite="skip_step")
-    for step in range(1, 9):
-        models.set_gradients(model, 1, step)
-        if step == 2:
-            model.get_parameter(WQ).grad[0, 0] = torch.nan  # type: ignore[index]
-        optimizer.step()
-    first, second = optimizer.control_state_dict()["source"]["observations"]
-    assert first["ell"] == {"attn_q": None, "mlp_gate": None}
-    assert None not in second["ell"].values()
-    assert optimizer.phase == "locked"
-    assert optimizer.metrics()["amo/invalid_observations"] == 3
-
-
 @pytest.mark.parametrize("scale", [2.0**-34, 1.0])
 def test_a_run_says_where_the_papers_tau_counts(
     scale: float, caplog: pytest.LogCaptureFixture

@@ -1,4 +1,4 @@
-"""The simulated device is as strict as a real one; each phase of one process runs on it."""
+"""The simulated device is as strict as a real one."""
 
 from __future__ import annotations
 
@@ -9,12 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from amo_dist import AMO, ROOT, AdaMuon, Muon, NorMuon
-from tests import runs
-from tests.distributed import models
-from tests.simulated_device import Device, simulated_device
-
-# ---------------------------------------------------------------- the device
+from tests.simulated_device import simulated_device
 
 
 def pinned(like: Tensor) -> Tensor:
@@ -113,36 +108,3 @@ def test_new_memory_holds_no_useful_number() -> None:
         assert torch.empty(3, device="cuda").cpu().isnan().all()
         wire = torch.empty(8, dtype=torch.uint8, device="cuda")
         assert wire.view(torch.bfloat16).cpu().isnan().all()
-
-
-# ---------------------------------------------------------------- the optimizers
-
-QUIET = {10, 11, 14, 15}
-"""Locked steps, after those that may follow a measurement."""
-
-
-def train(kind: type[Muon], device: Device | None) -> dict[str, Tensor]:
-    """Parameters after the last step; on a device a quiet step waits for nothing."""
-    guard, place = 4 if kind is AMO else 0, "cpu" if device is None else "cuda"
-    fields = {"bucket_bytes": 256, "ns_dtype": "float32", "ns_guard_every": guard}
-    model, optimizer = runs.make(kind=kind, device=place, **fields)
-    for step in range(1, 16):
-        for group in optimizer.param_groups:
-            group["lr"] = 1e-2 / step  # a rate that changes costs no wait
-        models.set_gradients(model, 1, step)
-        if device is not None:
-            device.clear()
-        optimizer.step()
-        assert device is None or step not in QUIET or (step, device.waits) == (step, {})
-    return {name: param.cpu() for name, param in runs.weights(model).items()}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [AMO, Muon, NorMuon, AdaMuon, ROOT])
-def test_an_optimizer_trains_as_on_the_cpu(kind: type[Muon]) -> None:
-    expected = train(kind, None)
-    with simulated_device() as device:
-        weights = train(kind, device)
-    for name, param in weights.items():
-        # Products in other batches, and AdamW fused: a rounding of float32 at each of 15 steps.
-        torch.testing.assert_close(param, expected[name], rtol=1e-5, atol=1e-6)
