@@ -39,10 +39,6 @@ def during(name: str, use: Callable[[Tensor], object]) -> Misuse:
 MISUSES: list[tuple[Misuse, str]] = [
     (lambda x, rank: dist.all_reduce(x[: 2 + rank]), "ranks differ"),
     (lambda x, rank: dist.all_reduce(x) if rank else dist.broadcast(x, 0), "ranks differ"),
-    (
-        lambda x, rank: dist.all_to_all_single(x, x.clone(), [2, 2], [1 + rank, 3 - rank]),
-        "is sent",
-    ),
     (lambda x, rank: dist.all_reduce(x.repeat(4, 1)[:, 0]), "not contiguous"),
     (lambda x, rank: dist.all_gather_object([None, None], "text"), "not on devices"),
     (lambda x, rank: in_another_thread(x), "two threads"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import itertools
 import json
 from collections.abc import Callable
@@ -60,8 +61,10 @@ def refusal(state: dict[str, Any], **fields: Any) -> str:
 def test_resuming_continues_bit_for_bit(saved_at: int, options: dict[str, Any]) -> None:
     model, optimizer = runs.make(**options)
     runs.train(model, optimizer, 1, saved_at)
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    read = models.through_a_file(state)
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    file.seek(0)
+    read = torch.load(file, weights_only=True)
     runs.train(model, optimizer, saved_at + 1, STEPS)
     ends = runs.everything(model, optimizer)
     resumed, other = runs.make(**options)

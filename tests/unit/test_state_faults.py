@@ -15,12 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as helpers
 
 from amo_dist import AMO, AdaMuon, AMOConfig, Muon, MuonConfig, NorMuon, param_groups
-from amo_dist.engine.ballot import MAX_IDLE_STEPS
 from tests import runs
 from tests.distributed import models
 from tests.distributed.test_ballot import held, is_unchanged
-from tests.runs import NORM, WQ
-from tests.simulated_device import simulated_device
+from tests.runs import WQ
 
 DAMAGES: dict[str, Callable[[Any], Any]] = {
     "gone": lambda value: None,
@@ -185,23 +183,3 @@ def test_the_model_takes_the_place_of_its_groups() -> None:
         for own, optimizer in zip((model, twin), optimizers, strict=True)
     ]
     assert runs.equal(*weights)
-
-
-def test_on_a_device_the_last_idle_step_moves_nothing() -> None:
-    """Only AdamW's parameters have gradients, and the step that is an error keeps them."""
-    with simulated_device():
-        model, optimizer = runs.make(kind=Muon, device="cuda")
-        runs.train(model, optimizer, 1, 1)
-        weights = []
-        for step in range(2, MAX_IDLE_STEPS + 2):
-            models.set_gradients(model, 1, step, missing=frozenset(models_of_matrices(model)))
-            optimizer.step()
-            weights.append(model.get_parameter(NORM).detach().cpu().clone())
-        assert not torch.equal(weights[-2], weights[-3])
-        assert torch.equal(weights[-1], weights[-2])
-        with pytest.raises(RuntimeError, match="10 such steps"):
-            optimizer.step()
-
-
-def models_of_matrices(model: nn.Module) -> list[str]:
-    return [name for name, param in model.named_parameters() if param.dim() == 2]
