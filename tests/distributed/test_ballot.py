@@ -18,8 +18,7 @@ from amo_dist import AdaMuon, Muon, NorMuon, param_groups
 from amo_dist.distributed.layout import local_tensor
 from tests import runs
 from tests.distributed import models
-from tests.distributed.harness import Ranks
-from tests.distributed.test_ranks import raised
+from tests.distributed.harness import Ranks, raised
 from tests.nccl import nccl
 from tests.simulated_device import Device, simulated_device
 

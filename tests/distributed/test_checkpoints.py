@@ -20,12 +20,12 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from amo_dist import AMO, AMOConfig, Fused, Muon, NorMuon, param_groups
+from amo_dist import AMO, AMOConfig, Fused, Muon, MuonConfig, NorMuon, param_groups
 from amo_dist.distributed.layout import local_tensor
 from tests import runs
 from tests.distributed import models
-from tests.distributed.harness import Ranks
-from tests.distributed.test_ranks import raised
+from tests.distributed.harness import Ranks, raised
+from tests.examples import examples
 from tests.faults.worker import load, state_of
 
 # ---------------------------------------------------------------- from world to world
@@ -33,7 +33,8 @@ from tests.faults.worker import load, state_of
 STEPS = 9
 # Before an observation, between two, at the plan, in the transition, at the lock, after it.
 SAVED = (1, 3, 4, 5, 7, 8)
-SHAPES = models.shapes(models.EVEN_SHAPES)  # FSDP over TP needs even dims
+# FSDP over TP needs even dims, torch.optim.Muon as many rows as ranks.
+SHAPES = models.shapes(models.EVEN_SHAPES)
 # A matrix for each head, of interleaved rows: pieces are parts of a local tensor.
 PATTERNS = {
     r".*wq\.weight": Fused((("attn_q", 16),), heads={"attn_q": 4}),
@@ -235,3 +236,76 @@ def test_every_option_loads_to_the_last_bit(run_on: Ranks, layout: str) -> None:
     for results in run_on(2)(every_option, layout):
         assert len(results) == 8 + 4
         assert all(results.values()), results
+
+
+# ---------------------------------------------------------------- state of other optimizers
+
+
+NUM_BEFORE = 3
+"""Steps that the other optimizer takes."""
+
+
+def recipe() -> Any:
+    """The function as printed."""
+    _, text = examples(["docs/checkpoints.md"])["take_over.py"]
+    names: dict[str, Any] = {}
+    exec(text[: text.index("model = ")], names)
+    return names["take_over"]
+
+
+def foreign(model: torch.nn.Module, origin: str) -> dict[str, Any]:
+    """State of other optimizers after some steps."""
+    matrices, rest = (group["params"] for group in param_groups(model))
+    adamw = torch.optim.AdamW(rest, lr=0.0, betas=(0.9, 0.95))
+    optimizers = [adamw, torch.optim.Muon(matrices, lr=0.0, momentum=0.9)]
+    if origin == "AdamW":
+        optimizers = [torch.optim.AdamW([*matrices, *rest], lr=0.0, betas=(0.9, 0.95))]
+    for step in range(1, NUM_BEFORE + 1):
+        models.set_gradients(model, 0, 1 if origin == "AdamW" else step)
+        for optimizer in optimizers:
+            optimizer.step()
+    found: dict[str, Any] = get_optimizer_state_dict(model, optimizers)
+    if origin == "Dion":  # its names; a sum, where torch.optim.Muon keeps a mean of weight 0.1
+        for group in found["param_groups"]:
+            group["step"] = NUM_BEFORE
+        for name, state in found["state"].items():
+            mean = state.pop("momentum_buffer", None)
+            renamed = {"momentum": state.get("exp_avg") if mean is None else 10 * mean}
+            if mean is None:
+                renamed["variance"] = state["exp_avg_sq"]
+            found["state"][name] = renamed
+    return found
+
+
+def differences(rank: int, world_size: int, origin: str, bfloat16_params: str) -> list[str]:
+    """Names whose state is not that of a run from the start with this package."""
+    dtype = torch.bfloat16 if bfloat16_params == "master" else torch.float32
+    config = MuonConfig(momentum=0.9, bfloat16_params=bfloat16_params)
+    model, twin = (models.make_model("fsdp", SHAPES).to(dtype) for _ in range(2))
+    new, expected = (
+        Muon(param_groups(each), lr=0.0, betas=(0.9, 0.95), config=config) for each in (model, twin)
+    )
+    for step in range(1, NUM_BEFORE + 1):
+        models.set_gradients(twin, 0, 1 if origin == "AdamW" else step)
+        expected.step()
+    recipe()(new, foreign(model, origin))
+    # PyTorch keeps bfloat16 moments of bfloat16 parameters.
+    tolerance = 3e-2 if dtype == torch.bfloat16 else 1e-5
+    wrong = []
+    for name, param in new.params_by_name.items():
+        for key, value in expected.state[expected.params_by_name[name]].items():
+            if origin == "AdamW" and key == "momentum_buffer":
+                # AdamW's mean of one gradient is that gradient, and the sum of all its powers.
+                value = 10 * twin.get_parameter(name).grad.float()  # type: ignore[union-attr]
+            pair = models.whole(new.state[param][key]), models.whole(value)
+            if not torch.allclose(*pair, rtol=tolerance, atol=tolerance * pair[1].abs().max()):
+                wrong.append(f"{name}.{key}")
+    models.set_gradients(model, 0, NUM_BEFORE + 1)
+    new.step()
+    return wrong
+
+
+@pytest.mark.parametrize("bfloat16_params", ["nearest", "master"])
+@pytest.mark.parametrize("origin", ["torch", "Dion", "AdamW"])
+def test_state_is_taken_over_by_name(run_on: Ranks, origin: str, bfloat16_params: str) -> None:
+    assert run_on(2)(differences, origin, bfloat16_params) == [[], []]

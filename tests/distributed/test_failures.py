@@ -23,9 +23,8 @@ from amo_dist.engine.rule import AllSum, UpdateRule
 from amo_dist.optimizers.normuon import NorMuonRule
 from tests import runs
 from tests.distributed import models
-from tests.distributed.harness import Ranks
+from tests.distributed.harness import Ranks, raised
 from tests.distributed.test_ballot import held, is_unchanged, on, spoil
-from tests.distributed.test_ranks import raised
 
 LOGGER = logging.getLogger("amo_dist.engine.ballot")
 

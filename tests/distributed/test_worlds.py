@@ -19,8 +19,7 @@ from amo_dist import AMO, AMOConfig, Muon, param_groups
 from amo_dist.distributed.ranks import Membership
 from tests import runs
 from tests.distributed import models
-from tests.distributed.harness import GLOO_TIMEOUT, Ranks
-from tests.distributed.test_ranks import raised
+from tests.distributed.harness import GLOO_TIMEOUT, Ranks, raised
 
 pytestmark = pytest.mark.slow
 
