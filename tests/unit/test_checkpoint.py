@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import io
 import itertools
 import json
+import operator
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -134,26 +136,19 @@ def edited(saved: dict[str, Any], path: str, value: Any, seals: bool = True) -> 
     return with_control(saved, controls.to_text(record))
 
 
-def tensor(
-    change: Callable[[torch.Tensor], Any], index: int = 0, key: str = "momentum_buffer"
-) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Another tensor of the state, of WQ unless told otherwise."""
+def at(*path: Any, value: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Another value at a place of the state; a function makes it of what is there."""
 
     def changed(saved: dict[str, Any]) -> dict[str, Any]:
-        saved["state"][index][key] = change(saved["state"][index][key])
+        *parents, last = path
+        parent: Any = functools.reduce(operator.getitem, parents, saved)
+        parent[last] = value(parent[last]) if callable(value) else value
         return saved
 
     return changed
 
 
-def group(**fields: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Other fields of the first group."""
-
-    def changed(saved: dict[str, Any]) -> dict[str, Any]:
-        first, *others = saved["param_groups"]
-        return {**saved, "param_groups": [{**first, **fields}, *others]}
-
-    return changed
+MOMENTUM = ("state", 0, "momentum_buffer")
 
 
 def unlike(saved: dict[str, Any]) -> dict[str, Any]:
@@ -176,17 +171,17 @@ def unlike(saved: dict[str, Any]) -> dict[str, Any]:
         (lambda saved: with_control(saved, '{"format'), "control"),
         (lambda saved: with_control(saved, "3"), "control"),
         (unlike, "control: found 2 different texts"),
-        (lambda saved: {**saved, "param_groups": 3}, "param_groups: found int"),
-        (lambda saved: {**saved, "param_groups": saved["param_groups"][:1]}, "param_groups"),
-        (group(params=[0]), "param_groups[0].params: found 1"),
-        (group(algorithm="sgd"), "param_groups[0].algorithm: found 'sgd'"),
-        (lambda saved: {**saved, "state": None}, "state"),
-        (lambda saved: {**saved, "state": {**saved["state"], 0: [1.0]}}, "found [1.0]"),
-        (lambda saved: {**saved, "state": {**saved["state"], 0: {}}}, f"state of {WQ}"),
-        (tensor(lambda momentum: momentum.T), "momentum_buffer: found shape (8, 12)"),
-        (tensor(lambda momentum: "zeros"), "momentum_buffer: found str"),
-        (tensor(lambda momentum: momentum.div_(0.0)), f"state of {WQ}.momentum_buffer: found NaN"),
-        (tensor(lambda x: x.div_(0.0), 4, "exp_avg"), f"state of {NORM}.exp_avg: found NaN"),
+        (at("param_groups", value=3), "param_groups: found int"),
+        (at("param_groups", value=lambda groups: groups[:1]), "param_groups"),
+        (at("param_groups", 0, "params", value=[0]), "param_groups[0].params: found 1"),
+        (at("param_groups", 0, "algorithm", value="sgd"), "param_groups[0].algorithm: found 'sgd'"),
+        (at("state", value=None), "state"),
+        (at("state", 0, value=[1.0]), "found [1.0]"),
+        (at("state", 0, value={}), f"state of {WQ}"),
+        (at(*MOMENTUM, value=lambda x: x.T), "momentum_buffer: found shape (8, 12)"),
+        (at(*MOMENTUM, value="zeros"), "momentum_buffer: found str"),
+        (at(*MOMENTUM, value=lambda x: x / 0), f"state of {WQ}.momentum_buffer: found NaN"),
+        (at("state", 4, "exp_avg", value=lambda x: x / 0), f"state of {NORM}.exp_avg: found NaN"),
         (lambda saved: edited(saved, "config.seed", 7), "'keep_checkpoint' or 'replan'"),
     ],
 )
