@@ -163,6 +163,23 @@ def place_like(tensor: Tensor, param: Tensor) -> Tensor:
     return tensor.to(param.device)
 
 
+def place_all(
+    shapes: Mapping[str, tuple[int, ...]], placements: dict[str, Any], mesh: Any
+) -> dict[str, Tensor]:
+    """Parameters on one mesh; the first part of a name that is found gives the placements."""
+    tensors: dict[str, Tensor] = {}
+    for name, shape in shapes.items():
+        own = next(value for key, value in placements.items() if key in name)
+        tensor = place(initial(name, shape), mesh, own)
+        tensors[name] = nn.Parameter(tensor)
+    return tensors
+
+
+def world_mesh(device: str = "cpu") -> DeviceMesh:
+    """All ranks in one axis."""
+    return init_device_mesh(device, (dist.get_world_size(),))
+
+
 def place(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     """A whole tensor, known on every rank, in placements on the device of a mesh.
 

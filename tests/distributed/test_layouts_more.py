@@ -3,34 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import Replicate, Shard
 
-from amo_dist import AMO, AMOConfig, param_groups
 from amo_dist.schedule.plan import Plan
 from tests import runs
 from tests.distributed import models
 from tests.distributed.harness import Ranks
-from tests.distributed.twin import (
-    LR,
-    PATTERNS,
-    WEIGHT_DECAY,
-    Shapes,
-    Twin,
-    by_matrix,
-    set_gradients,
-)
+from tests.distributed.twin import Shapes
+from tests.fuzz.cases import Case, check, train
 
-STEPS = 8
 FIELDS = runs.PHASES | {
     "transition_steps": 2,
     "ns_guard_every": 0,
@@ -81,67 +70,15 @@ STAGES: tuple[Shapes, Shapes] = (
 )
 
 
-Outcome = tuple[dict[str, Tensor], dict[str, Any], float]
-"""What a rank holds after the run: whole parameters, control state, bytes sent in the last step."""
-
-
-def train(rank: int, world_size: int, build: Callable[[], Any], fields: dict[str, Any]) -> Outcome:
-    """Train what a builder makes: a model, or a model and a process group."""
-    made = build()
-    model, group = made if isinstance(made, tuple) else (made, None)
-    optimizer = AMO(
-        param_groups(model, patterns=PATTERNS, allow_unused=True),
-        lr=LR,
-        weight_decay=WEIGHT_DECAY,
-        config=AMOConfig(**fields),
-        process_group=group,
-    )
-    for step in range(1, STEPS + 1):
-        set_gradients(model, step)
-        optimizer.step()
-    sent = optimizer.metrics()["exchange/sent_bytes"]
-    return runs.weights(model), optimizer.control_state_dict(), sent
-
-
-def check(results: list[Outcome], shapes: Shapes, fields: dict[str, Any] = FIELDS) -> None:
-    twin = Twin(shapes, AMOConfig(**fields))
-    for step in range(1, STEPS + 1):
-        twin.step(step)
-    oracle, seen = twin.oracle, set[str]()
-    _, first, _ = results[0]
-    for weights, control, _ in results:
-        assert control == first
-        for name, tensor in weights.items():
-            for key, matrix in by_matrix(name, tensor).items():
-                assert torch.equal(matrix, oracle.params[key]), key
-                seen.add(key)
-    assert seen == set(oracle.params)
-    assert oracle.source is not None
-    assert Plan.from_dict(first["source"]["plan"]) == oracle.source.plan
-    assert len(set(oracle.source.plan.allocation)) > 1  # else a uniform plan would pass
-
-
 # ------------------------------------------------------------------ builders, run on the ranks
-
-
-def place(shapes: Shapes, placements: dict[str, Any], mesh: Any) -> dict[str, Tensor]:
-    """Parameters on one mesh; the first part of a name that is found gives the placements."""
-    tensors: dict[str, Tensor] = {}
-    for name, shape in shapes.items():
-        own = next(value for key, value in placements.items() if key in name)
-        tensor = models.place(models.initial(name, shape), mesh, own)
-        tensors[name] = nn.Parameter(tensor)
-    return tensors
-
-
-def world_mesh(device: str = "cpu") -> Any:
-    return init_device_mesh(device, (dist.get_world_size(),))
 
 
 def build_cut(shapes: Shapes, dim: int, device: str = "cpu") -> nn.Module:
     """All tensors are cut on one dim; norms, which may not have it, are replicas."""
     norm = [Shard(0)] if dim == 0 else [Replicate()]
-    return models.build(place(shapes, {"norm": norm, "": [Shard(dim)]}, world_mesh(device)))
+    return models.build(
+        models.place_all(shapes, {"norm": norm, "": [Shard(dim)]}, models.world_mesh(device))
+    )
 
 
 def build_experts_0(device: str = "cpu") -> nn.Module:
@@ -150,8 +87,10 @@ def build_experts_0(device: str = "cpu") -> nn.Module:
 
 def build_experts_and_dense() -> nn.Module:
     experts = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "fsdp"))
-    found = place(EXPERTS, {"norm": [Replicate(), Shard(0)], "": [Shard(0), Shard(1)]}, experts)
-    return models.build(found | place(DENSE, {"": [Shard(0)]}, world_mesh()))
+    found = models.place_all(
+        EXPERTS, {"norm": [Replicate(), Shard(0)], "": [Shard(0), Shard(1)]}, experts
+    )
+    return models.build(found | models.place_all(DENSE, {"": [Shard(0)]}, models.world_mesh()))
 
 
 def build_joint() -> nn.Module:
@@ -167,7 +106,7 @@ def build_replicas() -> tuple[nn.Module, Any]:
 
 def build_offloaded() -> nn.Module:
     policy = CPUOffloadPolicy(pin_memory=False)
-    return models.shard(models.plain_model(WHOLE), world_mesh(), offload_policy=policy)
+    return models.shard(models.plain_model(WHOLE), models.world_mesh(), offload_policy=policy)
 
 
 def build_stage(device: str = "cpu") -> nn.Module:
@@ -180,7 +119,7 @@ def build_sharded_stage(device: str = "cpu") -> nn.Module:
     mesh = init_device_mesh(device, (2, 1, 2), mesh_dim_names=("pp", "replicate", "shard"))
     stage = STAGES[mesh.get_local_rank("pp")]
     placements = {"": [Replicate(), Shard(0)]}
-    return models.build(place(stage, placements, mesh["replicate", "shard"]))
+    return models.build(models.place_all(stage, placements, mesh["replicate", "shard"]))
 
 
 def build_replicated_stage() -> tuple[nn.Module, Any]:
@@ -193,7 +132,9 @@ def build_uneven_stage() -> tuple[nn.Module, Any]:
     """A stage on two ranks, and one on the third."""
     meshes = [DeviceMesh("cpu", ranks) for ranks in ([0, 1], [2])]
     stage = dist.get_rank() // 2
-    return models.build(place(STAGES[stage], {"": [Shard(0)]}, meshes[stage])), dist.group.WORLD
+    return models.build(
+        models.place_all(STAGES[stage], {"": [Shard(0)]}, meshes[stage])
+    ), dist.group.WORLD
 
 
 # ------------------------------------------------------------------ tests
@@ -201,16 +142,16 @@ def build_uneven_stage() -> tuple[nn.Module, Any]:
 CASES = [
     pytest.param(build_replicas, 1, WHOLE, WIDE, id="one-process"),
     pytest.param(build_replicas, 3, WHOLE, PAPER, id="ddp-3"),
-    pytest.param(partial(models.make_model, "fsdp", WHOLE), 2, WHOLE, {}, id="fsdp-2"),
-    pytest.param(partial(models.make_model, "fsdp", WHOLE), 3, WHOLE, PAPER | WIDE, id="fsdp-3"),
-    pytest.param(partial(models.make_model, "fsdp", WHOLE), 3, WHOLE, ROUND_ROBIN, id="dealt-3"),
-    pytest.param(partial(models.make_model, "fsdp", WHOLE), 4, WHOLE, {}, id="fsdp-4"),
-    pytest.param(partial(models.make_model, "hsdp", WHOLE), 4, WHOLE, PAPER, id="hsdp-2x2"),
-    pytest.param(partial(models.make_model, "tp", WHOLE), 2, WHOLE, WIDE, id="tp-2"),
-    pytest.param(partial(models.make_model, "tp", WHOLE), 3, WHOLE, PAPER, id="tp-3"),
-    pytest.param(partial(models.make_model, "tp_fsdp", EVEN), 4, EVEN, {}, id="tp-2-fsdp-2"),
+    pytest.param("fsdp", 2, WHOLE, {}, id="fsdp-2"),
+    pytest.param("fsdp", 3, WHOLE, PAPER | WIDE, id="fsdp-3"),
+    pytest.param("fsdp", 3, WHOLE, ROUND_ROBIN, id="dealt-3"),
+    pytest.param("fsdp", 4, WHOLE, {}, id="fsdp-4"),
+    pytest.param("hsdp", 4, WHOLE, PAPER, id="hsdp-2x2"),
+    pytest.param("tp", 2, WHOLE, WIDE, id="tp-2"),
+    pytest.param("tp", 3, WHOLE, PAPER, id="tp-3"),
+    pytest.param("tp_fsdp", 4, EVEN, {}, id="tp-2-fsdp-2"),
     pytest.param(
-        *(partial(models.make_model, "hsdp_tp", EVEN), 8, EVEN, {}),
+        *("hsdp_tp", 8, EVEN, {}),
         id="tp-2-hsdp-2x2",
         marks=pytest.mark.slow,
     ),
@@ -232,22 +173,23 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("build", "world_size", "shapes", "fields"), CASES)
+def case_of(layout: Any, world_size: int, shapes: Shapes, fields: dict[str, Any]) -> Case:
+    return Case(world_size, layout, "AMO", dict(shapes), "float32", FIELDS | fields, True, steps=8)
+
+
+@pytest.mark.parametrize(("layout", "world_size", "shapes", "fields"), CASES)
 def test_every_layout_equals_the_twin_bit_for_bit(
-    run_on: Ranks,
-    build: Callable[[], nn.Module],
-    world_size: int,
-    shapes: Shapes,
-    fields: dict[str, Any],
+    run_on: Ranks, layout: Any, world_size: int, shapes: Shapes, fields: dict[str, Any]
 ) -> None:
-    fields = FIELDS | fields
-    check(run_on(world_size)(train, build, fields), shapes, fields)
+    control = check(case_of(layout, world_size, shapes, fields), run_on)
+    # Else a uniform plan would pass.
+    assert len(set(Plan.from_dict(control["source"]["plan"]).allocation)) > 1
 
 
 def test_experts_sharded_on_their_first_dim_send_nothing(run_on: Ranks) -> None:
-    results = run_on(2)(train, build_experts_0, FIELDS)
-    check(results, EXPERTS)
-    assert [sent for *_, sent in results] == [0, 0]
+    case = case_of(build_experts_0, 2, EXPERTS, {})
+    check(case, run_on)
+    assert [sent for *_, sent in run_on(2)(train, case)] == [0, 0]
 
 
 def send(rank: int, world_size: int, layout: str) -> tuple[list[float], int]:

@@ -77,7 +77,7 @@ def build(layout: str, is_offloaded: bool) -> nn.Module:
         if layout == "hsdp":
             mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("replicate", "shard"))
         else:
-            mesh = more.world_mesh("cuda")
+            mesh = models.world_mesh("cuda")
         return models.shard(model, mesh, offload_policy=CPUOffloadPolicy())
     if layout.startswith("build_"):
         model = getattr(more, layout)("cuda")

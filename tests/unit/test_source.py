@@ -153,19 +153,6 @@ def test_the_papers_absolute_tau_is_told_once() -> None:
     assert not measured.record(2, clamped(measured, 2))
 
 
-# ---------------------------------------------------------------- fixed schedules
-
-
-def test_fixed_schedules_by_type_and_by_default() -> None:
-    own, default = schedule_for(1e-3, 3), schedule_for(1e-3, 5)
-    source = Fixed({"attn_q": own}, default)
-    source.bind(REGISTRY)
-    assert source.schedules(7) == {"attn_q": own, "mlp_down": default, "expert": default}
-    assert source.metrics(1)["amo/ns_steps/attn_q"] == 3.0
-    assert (source.phase(1), source.version(1), source.sample(1)) == ("uniform", 0, ())
-    assert as_source(source) is source
-
-
 # ---------------------------------------------------------------- mistakes
 
 KJ = Schedule(((3.4445, -4.775, 2.0315),), norm_scale=1.0)
