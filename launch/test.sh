@@ -8,8 +8,8 @@
 #   launch/test.sh -n 0 tests/unit    in one process, as a debugger needs it
 #
 # With --all the coverage of amo_dist, that of all child processes included, must reach
-# AMO_MIN_COVERAGE percent (default 95). What starts programs anew (torchtitan_ext, examples, PyTorch's own
-# tests) runs last and untraced: to trace their imports takes longer than the rest.
+# AMO_MIN_COVERAGE percent (default 95). What starts programs anew (torchtitan_ext, examples) runs last and
+# untraced: to trace their imports takes longer than the rest.
 set -euo pipefail
 
 # shellcheck source=launch/lib.sh
@@ -26,7 +26,7 @@ elif [[ "$*" != --all ]]; then
   exec python -m pytest "${workers[@]}" "$@"
 fi
 
-untraced=(tests/titan tests/integration tests/test_{outside_suites,readme_examples,recipes}.py)
+untraced=(tests/titan tests/integration tests/test_{readme_examples,recipes}.py)
 coverage erase
 status=0
 coverage run -m pytest "${workers[@]}" "${untraced[@]/#/--ignore=}" || status=$?

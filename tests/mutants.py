@@ -15,7 +15,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -51,35 +50,34 @@ def broken(node: ast.AST) -> ast.AST | None:
     return None
 
 
-def breaks(node: ast.AST) -> Iterator[tuple[ast.AST, str, int | None, ast.AST]]:
-    """Parent, field, index and new child for all that takes part in a result.
+class Breaker(ast.NodeTransformer):
+    """Breaks one node, and counts all that could be.
 
-    Annotations, texts and the words of an error do not.
+    Annotations, texts and the words of an error take no part in a result.
+
+    Attributes:
+        number: Which of the nodes to break; -1 for none.
+        count: Nodes so far that could be broken.
+        what: Place of the break, what was there, and what is.
     """
-    for name, value in ast.iter_fields(node):
-        if name in ("annotation", "returns", "exc", "msg", "pattern"):
-            continue
-        is_list = isinstance(value, list)
-        for index, child in enumerate(value if is_list else [value]):
-            if isinstance(child, ast.AST) and not isinstance(child, ast.JoinedStr):
-                if new := broken(child):
-                    yield node, name, index if is_list else None, new
-                yield from breaks(child)
 
+    def __init__(self, number: int = -1) -> None:
+        self.number, self.count, self.what = number, -1, ""
+        self._left = set[int]()
 
-def mutant(path: Path, number: int) -> tuple[str, str]:
-    """What a break of a file is, and the text of the file with it."""
-    tree = ast.parse(path.read_bytes())
-    parent, name, index, new = list(breaks(tree))[number]
-    children = getattr(parent, name)
-    old = children if index is None else children[index]
-    lines = [ast.unparse(node).splitlines()[0][:60] for node in (old, new)]
-    if index is None:
-        setattr(parent, name, new)
-    else:
-        children[index] = new
-    text = ast.unparse(ast.fix_missing_locations(tree))
-    return f"{path}:{old.lineno}: {' -> '.join(lines)}", text
+    def visit(self, node: ast.AST) -> ast.AST:
+        if id(node) in self._left or isinstance(node, ast.JoinedStr):
+            return node
+        fields = ("annotation", "returns", "exc", "msg", "pattern")
+        self._left |= {id(getattr(node, name, None)) for name in fields}
+        if new := broken(node):
+            self.count += 1
+            if self.count == self.number:
+                lines = [ast.unparse(each).splitlines()[0][:60] for each in (node, new)]
+                self.what = f"{node.lineno}: {' -> '.join(lines)}"  # type: ignore[attr-defined]
+                return new
+        result: ast.AST = self.generic_visit(node)
+        return result
 
 
 def fails(folder: Path, tests: list[str]) -> bool:
@@ -105,11 +103,10 @@ def main() -> None:
     parser.add_argument("--number", type=int, default=20, help="breaks to draw")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    places = [
-        (file, number)
-        for file in arguments.files
-        for number, _ in enumerate(breaks(ast.parse(file.read_bytes())))
-    ]
+    places = []
+    for file in arguments.files:
+        (breaker := Breaker()).visit(ast.parse(file.read_bytes()))
+        places += [(file, number) for number in range(breaker.count + 1)]
     random.Random(arguments.seed).shuffle(places)
     with tempfile.TemporaryDirectory() as folder:
         project = shutil.copytree(
@@ -118,10 +115,12 @@ def main() -> None:
         if fails(project, arguments.tests):
             raise SystemExit("the tests fail without any break")
         for file, index in places[: arguments.number]:
-            what, text = mutant(file, index)
+            breaker = Breaker(index)
+            tree = breaker.visit(ast.parse(file.read_bytes()))
             place = project / file.resolve().relative_to(ROOT)
-            place.write_text(text)
-            print("killed  " if fails(project, arguments.tests) else "SURVIVED", what, flush=True)
+            place.write_text(ast.unparse(ast.fix_missing_locations(tree)))
+            outcome = "killed  " if fails(project, arguments.tests) else "SURVIVED"
+            print(f"{outcome} {file}:{breaker.what}", flush=True)
             shutil.copy(file, place)
 
 

@@ -13,9 +13,19 @@ from typing import Any
 
 import docstring_parser
 import pytest
+import torch
+from torch import nn
 
 import amo_dist
-from amo_dist import AMO, AMOConfig, Muon, MuonConfig, param_groups
+from amo_dist import (
+    AMO,
+    OPTIMIZER_NAMES,
+    AMOConfig,
+    Muon,
+    MuonConfig,
+    make_optimizer,
+    param_groups,
+)
 from tests.distributed import models
 from tests.examples import DOCUMENTS, ROOT, code_blocks, fill
 from tests.printed import not_run_table, printed_commands, prose
@@ -88,6 +98,30 @@ def test_arguments_have_the_defaults_of_their_table() -> None:
     assert written == {name: repr(default) for name, default in expected.items()}
 
 
+STATE = re.findall(
+    r"^\| (matrix|other) \| (.+?) \| (\d+) \| (\d+) \|$",
+    (ROOT / "docs" / "questions.md").read_text(),
+    re.MULTILINE,
+)
+"""Rows of the table of bytes of state per parameter."""
+
+
+@pytest.mark.parametrize("row", STATE, ids=[f"{kind}: {title}" for kind, title, *_ in STATE])
+def test_state_takes_what_its_table_says(row: tuple[str, str, str, str]) -> None:
+    kind, title, *cells = row
+    option = re.search(r'bfloat16_params="(\w+)"', title)
+    config = MuonConfig(bfloat16_params=option[1]) if option else None
+    for name in [name for name in OPTIMIZER_NAMES if f"`{name}" in title] or ["Muon"]:
+        for dtype, cell in zip((torch.float32, torch.bfloat16), cells, strict=True):
+            model = nn.Sequential(*(nn.Linear(256, 256, bias=False, dtype=dtype) for _ in range(2)))
+            groups = param_groups(model, patterns={r"0\.weight": "mlp_up", r"1\.weight": "adamw"})
+            optimizer = make_optimizer(name, groups, config=config)
+            state = optimizer.state[model[0 if kind == "matrix" else 1].weight].values()
+            num_bytes = sum(value.numel() * value.element_size() for value in state)
+            # One number per output of NorMuon and one counter of AdamW stand below the table.
+            assert num_bytes / 256**2 == pytest.approx(int(cell), abs=0.02), name
+
+
 # ---------------------------------------------------------------- links and names
 
 
@@ -135,17 +169,13 @@ def mistake(words: list[str]) -> str | None:
         return f"no extra {missing}" if missing else None
     if program == "amo":
         return amo_mistake(rest)
-    if program == "bash":
-        return None if (ROOT / rest[0]).is_file() else f"no file {rest[0]}"
-    if program in ("python", "torchrun"):
-        if "-m" not in rest:
-            is_script = any(word.endswith(".py") for word in rest)
-            return None if is_script else "neither a module nor a script"
+    if program in ("python", "torchrun") and "-m" in rest:
         module, *rest = rest[rest.index("-m") + 1 :]
         if module in ("amo_dist", "torchtitan_ext"):
             return amo_mistake(rest)
         return None if importlib.util.find_spec(module) else f"no module {module}"
-    return None if os.access(ROOT / program, os.X_OK) else f"no program {program}"
+    is_here = program in ("bash", "python", "torchrun") or os.access(ROOT / program, os.X_OK)
+    return None if is_here else f"no program {program}"
 
 
 def amo_mistake(arguments: list[str]) -> str | None:

@@ -65,6 +65,15 @@ def compute_in_float32() -> None:
     muon.has_bfloat16 = lambda device: device.type != "cpu"  # type: ignore[attr-defined]
 
 
+def raised(function: Callable[[], object]) -> str:
+    """Kind and text of the error that a function raises, or nothing."""
+    try:
+        function()
+    except (RuntimeError, ValueError, FloatingPointError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 class RankTraceback(Exception):
     """The traceback of an exception on its rank."""
 

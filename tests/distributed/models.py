@@ -7,7 +7,6 @@ order in another world, and bits could not be compared.
 from __future__ import annotations
 
 import hashlib
-import io
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,36 +19,21 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from amo_dist.distributed.layout import mesh_layout
 
-SHAPES: dict[str, tuple[int, ...]] = {
-    # Tall, wide and square; rows that no world of 2, 3 or 4 divides; fewer rows than ranks.
-    "attention.wq.weight": (12, 8),
-    "attention.wk.weight": (3, 8),
-    "attention.wv.weight": (1, 8),
-    "attention.wo.weight": (7, 12),
-    "feed_forward.w1.weight": (13, 8),
-    "feed_forward.w2.weight": (8, 13),
-    "feed_forward.w3.weight": (13, 8),
-    "attention_norm.weight": (7,),
+LAYER: dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]] = {
+    "attention.wq.weight": ("attn_q", (12, 8), (16, 8)),
+    "attention.wk.weight": ("attn_k", (3, 8), (4, 8)),
+    "attention.wv.weight": ("attn_v", (1, 8), (4, 8)),
+    "attention.wo.weight": ("attn_o", (7, 12), (8, 16)),
+    "feed_forward.w1.weight": ("mlp_gate", (13, 8), (24, 8)),
+    "feed_forward.w2.weight": ("mlp_down", (8, 13), (8, 24)),
+    "feed_forward.w3.weight": ("mlp_up", (13, 8), (24, 8)),
+    "attention_norm.weight": ("", (7,), (8,)),
 }
-EVEN_SHAPES: dict[str, tuple[int, ...]] = {
-    "attention.wq.weight": (16, 8),
-    "attention.wk.weight": (4, 8),
-    "attention.wv.weight": (4, 8),
-    "attention.wo.weight": (8, 16),
-    "feed_forward.w1.weight": (24, 8),
-    "feed_forward.w2.weight": (8, 24),
-    "feed_forward.w3.weight": (24, 8),
-    "attention_norm.weight": (8,),
-}
-TYPES = {
-    "attention.wq.weight": "attn_q",
-    "attention.wk.weight": "attn_k",
-    "attention.wv.weight": "attn_v",
-    "attention.wo.weight": "attn_o",
-    "feed_forward.w1.weight": "mlp_gate",
-    "feed_forward.w2.weight": "mlp_down",
-    "feed_forward.w3.weight": "mlp_up",
-}
+"""Operator types. Shapes: tall, wide and square; rows that no world of 2, 3 or 4 divides; fewer
+rows than ranks. And shapes that these worlds divide."""
+SHAPES = {name: shape for name, (_, shape, _) in LAYER.items()}
+EVEN_SHAPES = {name: shape for name, (_, _, shape) in LAYER.items()}
+TYPES = {name: operator_type for name, (operator_type, _, _) in LAYER.items() if operator_type}
 NUM_LAYERS = 3
 
 
@@ -179,6 +163,23 @@ def place_like(tensor: Tensor, param: Tensor) -> Tensor:
     return tensor.to(param.device)
 
 
+def place_all(
+    shapes: Mapping[str, tuple[int, ...]], placements: dict[str, Any], mesh: Any
+) -> dict[str, Tensor]:
+    """Parameters on one mesh; the first part of a name that is found gives the placements."""
+    tensors: dict[str, Tensor] = {}
+    for name, shape in shapes.items():
+        own = next(value for key, value in placements.items() if key in name)
+        tensor = place(initial(name, shape), mesh, own)
+        tensors[name] = nn.Parameter(tensor)
+    return tensors
+
+
+def world_mesh(device: str = "cpu") -> DeviceMesh:
+    """All ranks in one axis."""
+    return init_device_mesh(device, (dist.get_world_size(),))
+
+
 def place(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     """A whole tensor, known on every rank, in placements on the device of a mesh.
 
@@ -207,12 +208,3 @@ def whole(tensor: Tensor) -> Tensor:
     """The full value of a parameter, on every rank."""
     full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return full.detach().clone()
-
-
-def through_a_file(state: dict[str, Any], *, weights_only: bool = True) -> dict[str, Any]:
-    """What a file gives back; DTensors need ``weights_only=False``."""
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    loaded: dict[str, Any] = torch.load(file, weights_only=weights_only)
-    return loaded

@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from amo_dist import AMO, AdaMuon, Muon, NorMuon, param_groups
+from amo_dist import AdaMuon, Muon, NorMuon, param_groups
 from amo_dist.distributed.layout import local_tensor
 from tests import runs
 from tests.distributed import models
-from tests.distributed.harness import Ranks
-from tests.distributed.test_ranks import raised
+from tests.distributed.harness import Ranks, raised
 from tests.nccl import nccl
 from tests.simulated_device import Device, simulated_device
 
@@ -83,14 +82,6 @@ def rate(value: float) -> Callable[[nn.Module, Muon], None]:
     return fault
 
 
-def clear(model: nn.Module, optimizer: Muon) -> None:
-    optimizer.state[model.get_parameter(MATRIX)].clear()
-
-
-def reshape(model: nn.Module, optimizer: Muon) -> None:
-    optimizer.state[model.get_parameter(MATRIX)][MOMENTUM] = torch.zeros(3)
-
-
 NAN, MISSING = "NonFiniteGradientError", "MissingGradientError"
 FAULTS: dict[str, tuple[Callable[[nn.Module, Muon], None], str, str]] = {
     "nan": (spoil(MATRIX, torch.nan), NAN, f": {MATRIX}: found a NaN"),
@@ -103,25 +94,18 @@ FAULTS: dict[str, tuple[Callable[[nn.Module, Muon], None], str, str]] = {
     "bad rate": (rate(torch.nan), "ValueError", "groups[0].lr: found nan"),
 }
 """Fault, error, and the field that the error names."""
-STATE_FAULTS: dict[str, tuple[Callable[[nn.Module, Muon], None], str, str]] = {
-    "no state": (clear, "ValueError", f"state of {MATRIX}.{MOMENTUM}: found none"),
-    "momentum of another shape": (reshape, "ValueError", f"state of {MATRIX}.{MOMENTUM}: found "),
-}
 
 
 def fail(rank: int, world_size: int, layout: str, device: str, kind: type[Muon]) -> dict[str, Any]:
     """Error, whether anything changed, and steps taken; then whether training goes on."""
     results = {}
     last = world_size - 1
-    for name, (fault, error_kind, _) in (
-        FAULTS | (STATE_FAULTS if device == "cpu" else {})
-    ).items():
+    for name, (fault, error_kind, _) in FAULTS.items():
         with on(device) as simulated:
             model, optimizer = runs.make(layout, kind, device=device, bucket_bytes=256)
             runs.train(model, optimizer, 1, 2)
             before = held(model, optimizer)
             groups = [dict(group) for group in optimizer.param_groups]
-            momentum = dict(optimizer.state[model.get_parameter(MATRIX)])
             models.set_gradients(model, 1, 3)
             if rank == last:
                 fault(model, optimizer)
@@ -136,7 +120,6 @@ def fail(rank: int, world_size: int, layout: str, device: str, kind: type[Muon])
             result = error, is_unchanged(before), optimizer.num_steps_taken
             for group, good in zip(optimizer.param_groups, groups, strict=True):
                 group.update(good)
-            optimizer.state[model.get_parameter(MATRIX)].update(momentum)
             runs.train(model, optimizer, 3, 3)
             results[name] = *result, not is_unchanged(before)
     return results
@@ -153,31 +136,11 @@ def test_a_fault_of_one_rank_is_raised_on_all_and_changes_nothing(
     results = run_on(world_size)(fail, layout, device, kind)
     assert all(result == results[0] for result in results)
     for name, (error, *outcome) in results[0].items():
-        _, expected, field = (FAULTS | STATE_FAULTS)[name]
+        _, expected, field = FAULTS[name]
         assert error.startswith(expected), name
         assert field in error, name
         assert f"rank {world_size - 1}" in error or "rank(s) " in error
         assert outcome == [True, 2, True], name
-
-
-def skip(rank: int, world_size: int) -> tuple[Any, ...]:
-    """Bad gradients in an observation and in the step that plans, and what then follows."""
-    model, optimizer = runs.make("hsdp", AMO, nonfinite="skip_step")
-    unchanged = []
-    for step in range(1, 8):
-        models.set_gradients(model, 1, step)
-        if step in (2, 4) and rank == world_size - 1:
-            spoil(MATRIX, torch.inf)(model, optimizer)
-        before = held(model, optimizer)
-        optimizer.step()
-        unchanged.append(is_unchanged(before))
-    skipped = optimizer.metrics()["optimizer/steps_skipped"]
-    return unchanged, skipped, optimizer.phase, optimizer.num_steps_taken
-
-
-def test_bad_gradients_are_skipped_on_all(run_on: Ranks) -> None:
-    unchanged = [step in (2, 4) for step in range(1, 8)]
-    assert run_on(4)(skip) == [(unchanged, 2.0, "locked", 7)] * 4
 
 
 # ---------------------------------------------------------------- devices

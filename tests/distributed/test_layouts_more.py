@@ -2,41 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
+import math
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import Replicate, Shard
 
-from amo_dist import AMO, AMOConfig, param_groups
-from amo_dist.engine import step as engine_step
 from amo_dist.schedule.plan import Plan
 from tests import runs
 from tests.distributed import models
 from tests.distributed.harness import Ranks
-from tests.distributed.twin import (
-    LR,
-    PATTERNS,
-    WEIGHT_DECAY,
-    Shapes,
-    Twin,
-    by_matrix,
-    set_gradients,
-    views_of,
-)
+from tests.distributed.twin import Shapes
+from tests.fuzz.cases import Case, check, train
 
-STEPS = 8
 FIELDS = runs.PHASES | {
     "transition_steps": 2,
-    # Its own products would count as those of training.
     "ns_guard_every": 0,
     # Small buckets: the tiny matrices of these tests fill several.
     "bucket_bytes": 256,
@@ -85,83 +70,15 @@ STAGES: tuple[Shapes, Shapes] = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """What a rank holds after the run."""
-
-    whole: dict[str, Tensor]
-    control: dict[str, Any]
-    sent: float
-    num_orthogonalized: int
-
-
-def train(rank: int, world_size: int, build: Callable[[], Any], fields: dict[str, Any]) -> Outcome:
-    """Train what a builder makes: a model, or a model and a process group."""
-    made = build()
-    model, group = made if isinstance(made, tuple) else (made, None)
-    optimizer = AMO(
-        param_groups(model, patterns=PATTERNS, allow_unused=True),
-        lr=LR,
-        weight_decay=WEIGHT_DECAY,
-        config=AMOConfig(**fields),
-        process_group=group,
-    )
-    counted = [0]
-    original = engine_step.orthogonalize
-
-    def counting(x: Tensor, *args: Any, **options: Any) -> Tensor:
-        counted[0] += len(x) if x.dim() == 3 else 1
-        return original(x, *args, **options)
-
-    with mock.patch.object(engine_step, "orthogonalize", counting):
-        for step in range(1, STEPS + 1):
-            set_gradients(model, step)
-            optimizer.step()
-    sent = optimizer.metrics()["exchange/sent_bytes"]
-    return Outcome(runs.weights(model), optimizer.control_state_dict(), sent, counted[0])
-
-
-def check(results: list[Outcome], shapes: Shapes, fields: dict[str, Any] = FIELDS) -> None:
-    twin = Twin(shapes, AMOConfig(**fields))
-    for step in range(1, STEPS + 1):
-        twin.step(step)
-    oracle, seen = twin.oracle, set[str]()
-    for result in results:
-        assert result.control == results[0].control
-        for name, tensor in result.whole.items():
-            for key, matrix in by_matrix(name, tensor).items():
-                assert torch.equal(matrix, oracle.params[key]), key
-                seen.add(key)
-    assert seen == set(oracle.params)
-    assert oracle.source is not None
-    assert Plan.from_dict(results[0].control["source"]["plan"]) == oracle.source.plan
-    assert len(set(oracle.source.plan.allocation)) > 1  # else a uniform plan would pass
-    # Each matrix once a step, by one rank of the world.
-    num_matrices = sum(len(views_of(name, shape) or ()) for name, shape in shapes.items())
-    assert sum(result.num_orthogonalized for result in results) == STEPS * num_matrices
-
-
 # ------------------------------------------------------------------ builders, run on the ranks
-
-
-def place(shapes: Shapes, placements: dict[str, Any], mesh: Any) -> dict[str, Tensor]:
-    """Parameters on one mesh; the first part of a name that is found gives the placements."""
-    tensors: dict[str, Tensor] = {}
-    for name, shape in shapes.items():
-        own = next(value for key, value in placements.items() if key in name)
-        tensor = models.place(models.initial(name, shape), mesh, own)
-        tensors[name] = nn.Parameter(tensor)
-    return tensors
-
-
-def world_mesh(device: str = "cpu") -> Any:
-    return init_device_mesh(device, (dist.get_world_size(),))
 
 
 def build_cut(shapes: Shapes, dim: int, device: str = "cpu") -> nn.Module:
     """All tensors are cut on one dim; norms, which may not have it, are replicas."""
     norm = [Shard(0)] if dim == 0 else [Replicate()]
-    return models.build(place(shapes, {"norm": norm, "": [Shard(dim)]}, world_mesh(device)))
+    return models.build(
+        models.place_all(shapes, {"norm": norm, "": [Shard(dim)]}, models.world_mesh(device))
+    )
 
 
 def build_experts_0(device: str = "cpu") -> nn.Module:
@@ -170,8 +87,10 @@ def build_experts_0(device: str = "cpu") -> nn.Module:
 
 def build_experts_and_dense() -> nn.Module:
     experts = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "fsdp"))
-    found = place(EXPERTS, {"norm": [Replicate(), Shard(0)], "": [Shard(0), Shard(1)]}, experts)
-    return models.build(found | place(DENSE, {"": [Shard(0)]}, world_mesh()))
+    found = models.place_all(
+        EXPERTS, {"norm": [Replicate(), Shard(0)], "": [Shard(0), Shard(1)]}, experts
+    )
+    return models.build(found | models.place_all(DENSE, {"": [Shard(0)]}, models.world_mesh()))
 
 
 def build_joint() -> nn.Module:
@@ -187,7 +106,7 @@ def build_replicas() -> tuple[nn.Module, Any]:
 
 def build_offloaded() -> nn.Module:
     policy = CPUOffloadPolicy(pin_memory=False)
-    return models.shard(models.plain_model(WHOLE), world_mesh(), offload_policy=policy)
+    return models.shard(models.plain_model(WHOLE), models.world_mesh(), offload_policy=policy)
 
 
 def build_stage(device: str = "cpu") -> nn.Module:
@@ -200,7 +119,7 @@ def build_sharded_stage(device: str = "cpu") -> nn.Module:
     mesh = init_device_mesh(device, (2, 1, 2), mesh_dim_names=("pp", "replicate", "shard"))
     stage = STAGES[mesh.get_local_rank("pp")]
     placements = {"": [Replicate(), Shard(0)]}
-    return models.build(place(stage, placements, mesh["replicate", "shard"]))
+    return models.build(models.place_all(stage, placements, mesh["replicate", "shard"]))
 
 
 def build_replicated_stage() -> tuple[nn.Module, Any]:
@@ -213,7 +132,9 @@ def build_uneven_stage() -> tuple[nn.Module, Any]:
     """A stage on two ranks, and one on the third."""
     meshes = [DeviceMesh("cpu", ranks) for ranks in ([0, 1], [2])]
     stage = dist.get_rank() // 2
-    return models.build(place(STAGES[stage], {"": [Shard(0)]}, meshes[stage])), dist.group.WORLD
+    return models.build(
+        models.place_all(STAGES[stage], {"": [Shard(0)]}, meshes[stage])
+    ), dist.group.WORLD
 
 
 # ------------------------------------------------------------------ tests
@@ -221,16 +142,16 @@ def build_uneven_stage() -> tuple[nn.Module, Any]:
 CASES = [
     pytest.param(build_replicas, 1, WHOLE, WIDE, id="one-process"),
     pytest.param(build_replicas, 3, WHOLE, PAPER, id="ddp-3"),
-    pytest.param(partial(models.make_model, "fsdp", WHOLE), 2, WHOLE, {}, id="fsdp-2"),
-    pytest.param(partial(models.make_model, "fsdp", WHOLE), 3, WHOLE, PAPER | WIDE, id="fsdp-3"),
-    pytest.param(partial(models.make_model, "fsdp", WHOLE), 3, WHOLE, ROUND_ROBIN, id="dealt-3"),
-    pytest.param(partial(models.make_model, "fsdp", WHOLE), 4, WHOLE, {}, id="fsdp-4"),
-    pytest.param(partial(models.make_model, "hsdp", WHOLE), 4, WHOLE, PAPER, id="hsdp-2x2"),
-    pytest.param(partial(models.make_model, "tp", WHOLE), 2, WHOLE, WIDE, id="tp-2"),
-    pytest.param(partial(models.make_model, "tp", WHOLE), 3, WHOLE, PAPER, id="tp-3"),
-    pytest.param(partial(models.make_model, "tp_fsdp", EVEN), 4, EVEN, {}, id="tp-2-fsdp-2"),
+    pytest.param("fsdp", 2, WHOLE, {}, id="fsdp-2"),
+    pytest.param("fsdp", 3, WHOLE, PAPER | WIDE, id="fsdp-3"),
+    pytest.param("fsdp", 3, WHOLE, ROUND_ROBIN, id="dealt-3"),
+    pytest.param("fsdp", 4, WHOLE, {}, id="fsdp-4"),
+    pytest.param("hsdp", 4, WHOLE, PAPER, id="hsdp-2x2"),
+    pytest.param("tp", 2, WHOLE, WIDE, id="tp-2"),
+    pytest.param("tp", 3, WHOLE, PAPER, id="tp-3"),
+    pytest.param("tp_fsdp", 4, EVEN, {}, id="tp-2-fsdp-2"),
     pytest.param(
-        *(partial(models.make_model, "hsdp_tp", EVEN), 8, EVEN, {}),
+        *("hsdp_tp", 8, EVEN, {}),
         id="tp-2-hsdp-2x2",
         marks=pytest.mark.slow,
     ),
@@ -252,19 +173,46 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("build", "world_size", "shapes", "fields"), CASES)
+def case_of(layout: Any, world_size: int, shapes: Shapes, fields: dict[str, Any]) -> Case:
+    return Case(world_size, layout, "AMO", dict(shapes), "float32", FIELDS | fields, True, steps=8)
+
+
+@pytest.mark.parametrize(("layout", "world_size", "shapes", "fields"), CASES)
 def test_every_layout_equals_the_twin_bit_for_bit(
-    run_on: Ranks,
-    build: Callable[[], nn.Module],
-    world_size: int,
-    shapes: Shapes,
-    fields: dict[str, Any],
+    run_on: Ranks, layout: Any, world_size: int, shapes: Shapes, fields: dict[str, Any]
 ) -> None:
-    fields = FIELDS | fields
-    check(run_on(world_size)(train, build, fields), shapes, fields)
+    control = check(case_of(layout, world_size, shapes, fields), run_on)
+    # Else a uniform plan would pass.
+    assert len(set(Plan.from_dict(control["source"]["plan"]).allocation)) > 1
 
 
 def test_experts_sharded_on_their_first_dim_send_nothing(run_on: Ranks) -> None:
-    results = run_on(2)(train, build_experts_0, FIELDS)
-    check(results, EXPERTS)
-    assert [result.sent for result in results] == [0, 0]
+    case = case_of(build_experts_0, 2, EXPERTS, {})
+    check(case, run_on)
+    assert [sent for *_, sent in run_on(2)(train, case)] == [0, 0]
+
+
+def send(rank: int, world_size: int, layout: str) -> tuple[list[float], int]:
+    """Bytes that this rank sends in a step, and in one that observes; elements observed."""
+    model, optimizer = runs.make(layout, shapes=EVEN, ns_dtype="bfloat16", bucket_bytes=64)
+    sent = []
+    for step in (1, 2):
+        sampled = optimizer.source.sample(step) if step > 1 else ()
+        runs.train(model, optimizer, step, step)
+        sent.append(optimizer.metrics()["exchange/sent_bytes"])
+    return sent, sum(math.prod(EVEN[name]) for name in sampled)
+
+
+@pytest.mark.parametrize(
+    ("layout", "world_size", "held", "replicas"),
+    [("fsdp", 2, 1 / 2, 1), ("hsdp", 4, 1 / 2, 2), ("tp_fsdp", 4, 1 / 4, 1), ("plain", 3, 1, 3)],
+)
+def test_a_step_sends_each_matrix_once_there_and_once_back(
+    run_on: Ranks, layout: str, world_size: int, held: float, replicas: int
+) -> None:
+    """But for what its owner holds; in bfloat16, and in float32 what is only measured."""
+    results = run_on(world_size)(send, layout)
+    plain, observing = (sum(sent[step] for sent, _ in results) for step in range(2))
+    size = sum(math.prod(EVEN[name]) for name in models.types())
+    assert plain == 2 * size * (1 - held + replicas - held)
+    assert observing == plain + 4 * results[0][1] * (1 - held)

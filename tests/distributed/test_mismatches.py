@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from amo_dist import AMO, Fused, Muon, MuonConfig, param_groups
+from amo_dist.distributed.ranks import (
+    gather_json,
+)
 from amo_dist.optimizers import muon
+from amo_dist.schedule.coefficients import named_schedule
+from amo_dist.schedule.source import Fixed
+from amo_dist.schedule.types import MatrixInfo
 from tests import runs
 from tests.distributed import models
-from tests.distributed.harness import Ranks
-from tests.distributed.test_ranks import raised
+from tests.distributed.harness import Ranks, raised
 
 WQ, WK = "layers.0.attention.wq.weight", "layers.0.attention.wk.weight"
 
@@ -107,3 +115,55 @@ def test_a_load_on_one_rank_alone_is_an_error_not_a_hang(run_on: Ranks) -> None:
     assert "rank 0 has step 6; rank 1 has step 2" in stale
     assert "exchange plan" in anew
     assert (alike, second) == ("", "")
+
+
+def no_matrices(rank: int, world_size: int, shapes: dict[str, tuple[int, ...]]) -> str:
+    """As between stages of a pipeline: a rank may have none."""
+    model = models.plain_model({"norm.weight": (8,)} if rank else shapes)
+    optimizer = Muon(param_groups(model))
+    return raised(lambda: runs.train(model, optimizer, 1, 1))
+
+
+def test_a_rank_may_have_no_matrix_and_the_world_may_not(run_on: Ranks) -> None:
+    assert run_on(2)(no_matrices, {WQ: (12, 8)}) == ["", ""]
+    for error in run_on(2)(no_matrices, {"tok_embeddings.weight": (5, 8)}):
+        assert "params: found no matrix among 1 parameters (" in error
+        assert "allow_no_matrices=True" in error
+
+
+class FailingSource(Fixed):
+    """It cannot run on one rank."""
+
+    def bind(self, registry: Sequence[MatrixInfo]) -> None:
+        if dist.get_rank() == 1:
+            raise ZeroDivisionError("no fit")
+        super().bind(registry)
+
+
+def fail_to_bind(rank: int, world_size: int) -> str:
+    model = models.make_model("fsdp", models.shapes())
+    source = FailingSource({}, named_schedule("kj").schedule)
+    optimizer = Muon(param_groups(model), schedule=source)
+    return raised(lambda: runs.train(model, optimizer, 1, 1))
+
+
+def test_a_source_that_fails_on_one_rank_fails_on_all(run_on: Ranks) -> None:
+    errors = run_on(3)(fail_to_bind)
+    assert errors[0].startswith("RuntimeError: ")
+    assert "the schedules of these matrices failed on rank 1 in " in errors[0]
+    assert errors[0].endswith(": ZeroDivisionError: no fit")
+    assert errors == errors[:1] * 3
+
+
+# ---------------------------------------------------------------- small messages
+
+
+def texts(rank: int, world_size: int, own: list[str]) -> dict[int, Any]:
+    same = gather_json({"of": "all"}, dist.group.WORLD)
+    assert all(value is same[0] for value in same.values())  # parsed once
+    return gather_json([own[rank]], dist.group.WORLD)
+
+
+@pytest.mark.parametrize("own", [["", "b", ""], ["a", "bb" * 1000, "ü€\n\0"], ["x", "y", "x"]])
+def test_texts_of_any_length_arrive(run_on: Ranks, own: list[str]) -> None:
+    assert run_on(3)(texts, own) == [{rank: [text] for rank, text in enumerate(own)}] * 3

@@ -1,4 +1,4 @@
-"""Heads: which rows a matrix has, and QK-clip on every layout with the bits of one process."""
+"""QK-clip on every layout, with the bits of one process and the rows of each head."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from amo_dist import qk_clip_
 from tests import runs
 from tests.distributed import models
 from tests.distributed.harness import Ranks
-from tests.operators import views_of
 
 # Three ranks cut every projection between heads, two do not. By layer: grouped queries, latent
 # attention, one fused parameter.
@@ -32,29 +31,12 @@ SHAPES = {
 }
 
 
-def rows_of_heads(name: str) -> list[list[int]]:
-    """Which rows make up the matrix of each head, written out."""
-    rows = range(SHAPES[name][0])
-    if "wkv_b" in name:  # two rows of keys, three of values, and so on
-        keys = [[first, first + 1] for first in rows[::5]]
-        return keys + [[first + 2, first + 3, first + 4] for first in rows[::5]]
-    return [list(rows[first : first + 4]) for first in rows[::4]]
-
-
 def make(layout: str) -> nn.Module:
     model = models.make_model(layout, SHAPES)
     for layer, sizes in zip(model.get_submodule("layers").children(), HEADS, strict=True):
         for field, size in sizes.items():
             setattr(layer.get_submodule("attention"), field, size)
     return model
-
-
-def test_rows_of_heads_are_those_of_the_attention() -> None:
-    views_by_name = views_of(make("plain"), per_head=True)
-    for name, views in views_by_name.items():
-        rows = [[row for box in view.boxes or () for row in range(*box[0])] for view in views]
-        assert sorted(rows) == sorted(rows_of_heads(name)), name
-    assert views_by_name.keys() == SHAPES.keys()
 
 
 LAYOUTS = pytest.mark.parametrize(

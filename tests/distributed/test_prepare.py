@@ -22,9 +22,8 @@ import amo_dist
 from amo_dist import AMO, Muon, NorMuon
 from tests import runs
 from tests.distributed import models
-from tests.distributed.harness import Ranks
+from tests.distributed.harness import Ranks, raised
 from tests.distributed.test_ballot import held, is_unchanged, on
-from tests.distributed.test_ranks import raised
 
 PACKAGE = str(Path(amo_dist.__file__).parent)
 NAMED = r"RuntimeError: (step \d+|the first step) failed on rank \d in \S+ \(.*\): OutOfMemory"

@@ -16,9 +16,8 @@ from amo_dist import OPTIMIZER_NAMES, AMOConfig, Muon, MuonConfig, make_optimize
 from amo_dist.distributed.layout import layout_of, local_tensor
 from tests import runs
 from tests.distributed import models
-from tests.distributed.harness import Ranks
+from tests.distributed.harness import Ranks, raised
 from tests.distributed.test_ballot import DEVICES, on
-from tests.distributed.test_ranks import raised
 from tests.runs import NORM, W1, WQ
 
 NARROW = {

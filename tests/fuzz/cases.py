@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import random
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,15 +13,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
-from amo_dist import AMOConfig, MuonConfig, param_groups
+from amo_dist import AMOConfig, Muon, MuonConfig, param_groups
 from amo_dist.optimizers.named import OPTIMIZER_NAMES, make_optimizer
+from amo_dist.schedule.plan import Plan
 from tests import runs
 from tests.distributed import models
 from tests.distributed.harness import Ranks
-from tests.distributed.test_layouts_more import place, world_mesh
 from tests.distributed.twin import (
     LR,
     NORMED,
+    PATTERNS,
     WEIGHT_DECAY,
     Twin,
     by_matrix,
@@ -28,7 +30,6 @@ from tests.distributed.twin import (
     views_of,
 )
 
-STEPS = 6
 LAYOUTS = {
     1: ("plain",),
     2: ("plain", "fsdp", "tp", "experts_1", "experts_2"),
@@ -47,28 +48,42 @@ class Case:
 
     Attributes:
         world_size: Number of ranks.
-        layout: See `tests.distributed.models.make_model`; ``experts_<dim>`` shards experts there.
+        layout: See `tests.distributed.models.make_model`; ``experts_<dim>`` shards experts there;
+            or what makes a model on the ranks, or a model and its process group.
         name: Of the optimizer.
         shapes: By parameter.
         dtype: Of parameters.
         fields: Of the configuration.
         has_twin: Whether the twin knows all of the fields.
         head_dim: Rows of a head, each of which is a matrix; 0 for none.
+        steps: Steps to train.
     """
 
     world_size: int
-    layout: str
+    layout: str | Callable[[], Any]
     name: str
     shapes: dict[str, tuple[int, ...]]
     dtype: str
     fields: dict[str, Any]
     has_twin: bool
     head_dim: int = 0
+    steps: int = 6
 
     @property
     def config(self) -> MuonConfig:
         """Settings of the optimizer."""
         return (AMOConfig if self.name == "AMO" else MuonConfig)(**self.fields)
+
+    @property
+    def events(self) -> list[str]:
+        """What it is, to be counted."""
+        return [
+            f"{self.name}",
+            f"{self.layout} on {self.world_size}",
+            "with twin" if self.has_twin else "without twin",
+            f"wire {self.config.wire_dtype} of {self.config.ns_dtype}",
+            "by head" if self.head_dim and any(map(_has_heads, self.shapes)) else "whole",
+        ]
 
 
 def draw(rng: random.Random) -> Case:
@@ -146,85 +161,103 @@ def _shapes(rng: random.Random, layout: str) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _model(case: Case) -> nn.Module:
+End = tuple[dict[str, Tensor], dict[str, Any], float]
+"""Whole parameters after the last step, the control state, bytes that were sent in that step."""
+
+
+def _model(case: Case) -> tuple[nn.Module, Any]:
+    """The model on this rank, and its process group."""
+    if callable(case.layout):
+        made = case.layout()
+        return made if isinstance(made, tuple) else (made, None)
     if case.layout.startswith("experts"):
-        dim = int(case.layout[-1])
-        model = models.build(
-            place(case.shapes, {"experts": [Shard(dim)], "": [Shard(0)]}, world_mesh())
-        )
+        placements = {"experts": [Shard(int(case.layout[-1]))], "": [Shard(0)]}
+        mesh = models.world_mesh()
+        model = models.build(models.place_all(case.shapes, placements, mesh))
     else:
         model = models.make_model(case.layout, case.shapes)
-    return model.to(getattr(torch, case.dtype))
+    is_ddp = case.layout == "plain" and dist.is_initialized()
+    return model.to(getattr(torch, case.dtype)), dist.group.WORLD if is_ddp else None
 
 
-def train(rank: int, world_size: int, case: Case) -> dict[str, Tensor]:
-    """Parameters after the last step, whole; the case of the harness."""
+def train(rank: int, world_size: int, case: Case) -> End:
+    """The case of the harness."""
     logging.disable(logging.WARNING)  # plans of random models starve types, and say so
     try:
-        return _train(world_size, case)
+        return _train(case)
     finally:
         logging.disable(logging.NOTSET)
 
 
-def _train(world_size: int, case: Case) -> dict[str, Tensor]:
-    model = _model(case)
-    group = dist.group.WORLD if case.layout == "plain" and world_size > 1 else None
+def _train(case: Case) -> End:
+    model, group = _model(case)
+    heads = case.head_dim or False
     optimizer = make_optimizer(
         case.name,
-        param_groups(model, per_head=case.head_dim or False),
+        param_groups(model, patterns=PATTERNS, per_head=heads, allow_unused=True),
         LR,
         WEIGHT_DECAY,
         config=case.config,
         process_group=group,
     )
-    for step in range(1, STEPS + 1):
+    assert isinstance(optimizer, Muon)
+    for step in range(1, case.steps + 1):
         set_gradients(model, step)
         optimizer.step()
-    return runs.weights(model)
+    sent = optimizer.metrics()["exchange/sent_bytes"]
+    return runs.weights(model), optimizer.control_state_dict(), sent
 
 
-def check(case: Case, run_on: Ranks) -> list[str]:
-    """Run a case; returns what it was.
+def check(case: Case, run_on: Ranks) -> dict[str, Any]:
+    """Run a case; returns the control state in the end.
 
     Raises:
         AssertionError: Ranks, one process and the twin do not end alike.
     """
-    ends = {"one process": train(0, 1, dataclasses.replace(case, layout="plain"))}
-    if case.world_size > 1:
+    alone = train(0, 1, dataclasses.replace(case, layout="plain"))
+    ends = {"one process": alone}
+    if case.world_size > 1 or callable(case.layout):
         results = run_on(case.world_size)(train, case)
         ends |= {f"rank {rank}": result for rank, result in enumerate(results)}
     expected: dict[str, Tensor] = {}
+    first, control, _ = alone
     if case.has_twin:
         dtype = getattr(torch, case.dtype)
         twin = Twin(case.shapes, case.config, case.name, case.head_dim, dtype)
-        for step in range(1, STEPS + 1):
+        for step in range(1, case.steps + 1):
             twin.step(step)
         expected = twin.oracle.params
-    first = ends["one process"]
-    for who, params in ends.items():
-        assert params.keys() == case.shapes.keys()
+        if twin.oracle.source is not None:
+            assert Plan.from_dict(control["source"]["plan"]) == twin.oracle.source.plan
+    assert first.keys() == case.shapes.keys()
+    # A rank of a pipeline has some of them.
+    assert first.keys() == set().union(*(params for params, *_ in [*ends.values()][1:] or [alone]))
+    for who, (params, own, _) in ends.items():
+        assert own == control, (who, case)
         for name, found in params.items():
             assert found.isfinite().all(), (who, name, case)
             is_matrix = views_of(name, case.shapes[name]) is not None
-            _assert_alike(found, first[name], not is_matrix, f"{who}, {name}: {case}")
+            _assert_alike(found, first[name], not is_matrix, case, f"{who}, {name}")
             if expected:
                 # The factor to a norm may differ in its last bit in each step.
                 rounds = not is_matrix or case.name in NORMED
                 for key, matrix in by_matrix(name, found, case.head_dim).items():
-                    _assert_alike(matrix, expected[key], rounds, f"{who} and twin, {key}: {case}")
-    return [
-        f"{case.name}",
-        f"{case.layout} on {case.world_size}",
-        "with twin" if expected else "without twin",
-        f"wire {case.config.wire_dtype} of {case.config.ns_dtype}",
-        "by head" if case.head_dim and any(map(_has_heads, case.shapes)) else "whole",
-    ]
+                    _assert_alike(matrix, expected[key], rounds, case, f"{who} and twin, {key}")
+    return control
 
 
-def _assert_alike(found: Tensor, expected: Tensor, rounds: bool, what: str) -> None:
+def _assert_alike(found: Tensor, expected: Tensor, rounds: bool, case: Case, what: str) -> None:
     """To the bit; or within a rounding a step: AdamW's kernel rounds the end of a shard anew."""
     if not rounds or not found.numel():
-        assert torch.equal(found, expected), what
+        assert torch.equal(found, expected), (what, case)
         return
     scale = expected.abs().max().float() * torch.finfo(expected.dtype).eps
-    assert (found.float() - expected.float()).abs().max() <= STEPS * scale, what
+    difference = (found.float() - expected.float()).abs().max()
+    assert difference <= case.steps * scale, (what, case)
+
+
+def trial(rng: random.Random, run_on: Ranks) -> list[str]:
+    """Check a random case; returns what it was."""
+    case = draw(rng)
+    check(case, run_on)
+    return case.events

@@ -1,18 +1,14 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import gpu_trial, launches, newton_schulz, scale, step_picture
-from tests.integration.processes import CPU, Command
 from tests.simulated_device import simulated_device
 
 
@@ -97,27 +93,6 @@ def test_every_part_of_the_trial_ends_on_a_cpu(tmp_path: Path) -> None:
     # Tests that need CUDA are skipped, which pytest counts as none run.
     tails = {name: result["tail"] for name, result in results.items() if result["status"]}
     assert tails == {}, tails
-
-
-def test_a_stop_of_the_trial_leaves_a_page_and_no_process(tmp_path: Path) -> None:
-    mark = f"AMO_TRIAL={tmp_path}"
-    words = [sys.executable, "-m", "benchmarks.gpu_trial", "all", "--folder", str(tmp_path)]
-    words += ["--only", "doctor, four ranks of one GPU"]
-    trial = Command(words, tmp_path, {**CPU, "AMO_TRIAL": str(tmp_path)})
-
-    def processes() -> list[str]:
-        found = []
-        for path in Path("/proc").glob("[0-9]*/environ"):
-            with contextlib.suppress(OSError):
-                if mark.encode() in path.read_bytes().split(b"\0"):
-                    found.append(path.parent.name)
-        return found
-
-    trial.wait_until(lambda: len(processes()) >= 6)  # trial, torchrun, and its four ranks
-    trial.stop(signal.SIGTERM, 143)
-    while processes():  # a rank ends at the death of torchrun
-        time.sleep(0.05)
-    assert "| not run | 0 | stopped |" in (tmp_path / "trial.md").read_text()
 
 
 # The simulation has no attention of PyTorch, and so no training; FSDP2 has tests of its own on it.

@@ -88,7 +88,7 @@ def test_plans_of_all_ranks_fit_together(problem: tuple) -> None:
             travelling += bucket.owned
             sizes = [WIRE * model.matrices[index].num_elements for index in bucket.owned]
             assert sum(sizes) <= bucket_bytes or len(sizes) == 1
-    assert sorted(travelling) == sorted(owners)
+    assert sorted(travelling) == sorted(owners) == list(range(len(model.matrices)))
 
 
 @few

@@ -24,11 +24,10 @@ from amo_dist import (
     make_optimizer,
     param_groups,
 )
-from amo_dist.engine.hyperparameters import read_groups
+from amo_dist.optimizers.root import ROOT
 from tests import runs
 from tests.distributed import models
 from tests.runs import NORM, SHAPES, W1, WQ
-from tests.simulated_device import simulated_device
 
 BAD_RATES = [
     ("lr", float("nan"), "nan"),
@@ -160,19 +159,6 @@ def test_what_moves_in_a_group_moves_the_step(key: str, value: Any) -> None:
     assert torch.equal(model.get_parameter(NORM), still.get_parameter(NORM)) == (not moves_rest)
 
 
-def test_ranks_compare_rates_but_for_those_on_a_device() -> None:
-    group = runs.make(kind=Muon)[1].param_groups[0]
-
-    def described(rate: torch.Tensor) -> str:
-        (settings,) = read_groups([{**group, "lr": rate}], lambda _: None)
-        return settings.text
-
-    assert "lr 0.25," in described(torch.tensor(0.25))
-    with simulated_device() as device:
-        assert "lr of a tensor" in described(torch.full((), 0.25, device="cuda"))
-        assert not device.waits
-
-
 def test_notes_of_schedulers_and_users_are_no_unknown_keys(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -186,3 +172,38 @@ def test_notes_of_schedulers_and_users_are_no_unknown_keys(
         runs.train(model, optimizer, 1, 8)
     assert optimizer.phase == "locked"
     assert not caplog.records
+
+
+# ---------------------------------------------------------------- optimizers by name
+
+
+def build(name: str, **kwargs: Any) -> Any:
+    return make_optimizer(name, param_groups(models.plain_model(runs.SHAPES)), lr=1e-2, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("adamw", torch.optim.AdamW), ("MUON-kj", Muon), ("Amo", AMO), ("ROOT", ROOT)],
+)
+def test_a_name_makes_its_class(name: str, kind: type) -> None:
+    assert type(build(name)) is kind
+
+
+@pytest.mark.parametrize("tensor_lr", [False, True])
+def test_adamw_honours_multipliers_under_a_scheduler(tensor_lr: bool) -> None:
+    groups = param_groups(models.plain_model(runs.SHAPES), lr_multipliers={r".*\.wq\.weight": 0.25})
+    groups[-1]["lr"] = 0.5
+    scales = [group.get("muon_lr_factor") for group in groups]
+    assert sorted(map(str, scales)) == ["0.25", "None", "None"]
+    optimizer: Any = make_optimizer("AdamW", groups, torch.tensor(1.0) if tensor_lr else 1.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    expected = [0.25 if scale else 1.0 for scale in scales[:-1]] + [0.5]
+    assert [float(group["lr"]) for group in optimizer.param_groups] == expected
+    optimizer.step()
+    scheduler.step()
+    halved = [rate / 2 for rate in expected]
+    assert [float(group["lr"]) for group in optimizer.param_groups] == halved
+    assert not any("muon_lr_factor" in group for group in optimizer.param_groups)
+
+
+# --- the scalar maps

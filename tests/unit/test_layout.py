@@ -13,8 +13,7 @@ from torch.distributed.tensor import Partial, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from amo_dist.distributed import layout as layout_module
-from amo_dist.distributed.layout import cut_like, make_matrix, mesh_layout
+from amo_dist.distributed.layout import make_matrix, mesh_layout
 from tests.layouts import KINDS, Model, build, cut_view, local_tensor, meshes, models
 
 few = settings(max_examples=40, deadline=None)
@@ -73,21 +72,6 @@ def test_a_strided_shard_that_no_later_axis_explains_keeps_every_other_chunk() -
     assert kept == [[0, 1, 4, 5], [8, 9, 12, 13]]
 
 
-def test_only_ranks_that_hold_some_of_an_expert_are_visited(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    visits = []
-    visit = layout_module._box_regions
-    monkeypatch.setattr(
-        layout_module, "_box_regions", lambda *args: visits.append(args) or visit(*args)
-    )
-    model = build("ep_fsdp", torch.arange(32).view(8, 4), [(16, 12, 3)])
-    assert len(model.matrices) == 16
-    # Two experts on each of eight rows of the mesh, in four shards.
-    assert len(visits) == 16 * 4
-    assert all(len(matrix.regions_by_rank) == 4 for matrix in model.matrices)
-
-
 @few
 @given(models())
 def test_the_pieces_of_each_replica_make_up_each_matrix(model: Model) -> None:
@@ -114,14 +98,6 @@ def test_the_pieces_of_each_replica_make_up_each_matrix(model: Model) -> None:
 def test_a_negative_dim_is_counted_from_the_end() -> None:
     last = mesh_layout((8, 4), torch.arange(2), [Shard(-1)])
     assert last.local_shape(0) == (8, 2)
-
-
-def test_a_state_of_rows_is_cut_like_its_expert() -> None:
-    stack, box = torch.Size((2, 4, 3)), ((1, 2), (0, 4), (1, 3))
-    whole = cut_like(numbered((2, 4, 3)), box, stack)
-    assert whole.tolist() == [[13, 14], [16, 17], [19, 20], [22, 23]]
-    rows = cut_like(numbered((2, 4, 1)), box, stack)
-    assert rows.tolist() == [[4], [5], [6], [7]]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import swap_tensors
 
 from amo_dist import AMO, AMOConfig, Muon, MuonConfig, NorMuon, make_optimizer, param_groups
@@ -93,6 +93,11 @@ def test_a_mistake_at_construction_is_named(call: Callable[[], object], field: s
         call()
 
 
+def becomes(param: nn.Parameter, data: Tensor) -> None:
+    param.grad = None  # that of before has another shape or dtype
+    param.data = data
+
+
 SPARSE = torch.ones(12, 8).to_sparse()
 ON_META = r"found torch.float32 \(12, 8\) on meta, expected .* on cpu"
 
@@ -107,6 +112,11 @@ ON_META = r"found torch.float32 \(12, 8\) on meta, expected .* on cpu"
         (lambda _, own: own.load_state_dict({}), "^param_groups: found NoneType, expected a list"),
         (lambda one, _: setattr(one, "grad", SPARSE), f"^{WQ}: found a sparse gradient"),
         (lambda one, _: swap_tensors(one, ones(12, 8, device="meta")), f"^{WQ}: {ON_META}"),
+        (
+            lambda one, _: becomes(one, one.data.double()),
+            f"^{WQ}: found torch.float64",
+        ),
+        (lambda one, _: becomes(one, one.data[:-1]), rf"^{WQ}: found .*\(11, 8\)"),
     ],
 )
 def test_a_mistake_in_use_is_named_and_changes_nothing(

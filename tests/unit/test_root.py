@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-import itertools
 import json
 
 import pytest
 import torch
 
 from amo_dist.config import MuonConfig
-from amo_dist.optimizers import root
 from amo_dist.optimizers.root import NUM_VALUES, Root, calibration_set, fit, objective
 from amo_dist.schedule.coefficients import named_schedule
 from amo_dist.schedule.types import MatrixInfo, Schedule
@@ -50,15 +48,6 @@ def test_the_gaussian_quarter_is_the_spectrum_of_a_gaussian_matrix() -> None:
     quantiles = quarter[torch.arange(48) * quarter.numel() // 48 + quarter.numel() // 96]
     # Of one matrix with 48 singular values: edges fluctuate by about 48^(-2/3) = 8 %.
     assert torch.allclose(sample, quantiles, rtol=0.1)
-
-
-@pytest.mark.parametrize(("size", "ell"), [(2, 0.1), (5, 0.03), (8, 0.3)])
-def test_the_geometric_quarter_falls_evenly_to_its_least_value(size: int, ell: float) -> None:
-    values = root._geometric(size, ell)
-    assert sum(value * value for value in values) == pytest.approx(1)
-    assert values[0] == pytest.approx(ell, rel=1e-9)  # after 60 halvings of the bounds
-    ratios = [after / before for before, after in itertools.pairwise(values)]
-    assert ratios == pytest.approx([ratios[0]] * (size - 1))
 
 
 # --- the source

@@ -1,8 +1,7 @@
-"""The simulated device is as strict as a real one; each phase of one process runs on it."""
+"""The simulated device is as strict as a real one."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -10,12 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from amo_dist import AMO, ROOT, AdaMuon, Muon, MuonConfig, NorMuon, param_groups
+from amo_dist import Muon
 from tests import runs
-from tests.distributed import models
-from tests.simulated_device import Device, simulated_device
-
-# ---------------------------------------------------------------- the device
+from tests.simulated_device import simulated_device
 
 
 def pinned(like: Tensor) -> Tensor:
@@ -116,39 +112,6 @@ def test_new_memory_holds_no_useful_number() -> None:
         assert wire.view(torch.bfloat16).cpu().isnan().all()
 
 
-# ---------------------------------------------------------------- the optimizers
-
-QUIET = {10, 11, 14, 15}
-"""Locked steps, after those that may follow a measurement."""
-
-
-def train(kind: type[Muon], device: Device | None) -> dict[str, Tensor]:
-    """Parameters after the last step; on a device a quiet step waits for nothing."""
-    guard, place = 4 if kind is AMO else 0, "cpu" if device is None else "cuda"
-    fields = {"bucket_bytes": 256, "ns_dtype": "float32", "ns_guard_every": guard}
-    model, optimizer = runs.make(kind=kind, device=place, **fields)
-    for step in range(1, 16):
-        for group in optimizer.param_groups:
-            group["lr"] = 1e-2 / step  # a rate that changes costs no wait
-        models.set_gradients(model, 1, step)
-        if device is not None:
-            device.clear()
-        optimizer.step()
-        assert device is None or step not in QUIET or (step, device.waits) == (step, {})
-    return {name: param.cpu() for name, param in runs.weights(model).items()}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [AMO, Muon, NorMuon, AdaMuon, ROOT])
-def test_an_optimizer_trains_as_on_the_cpu(kind: type[Muon]) -> None:
-    expected = train(kind, None)
-    with simulated_device() as device:
-        weights = train(kind, device)
-    for name, param in weights.items():
-        # Products in other batches, and AdamW fused: a rounding of float32 at each of 15 steps.
-        torch.testing.assert_close(param, expected[name], rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_a_rate_on_the_device_and_no_momentum_train_as_on_the_cpu(
@@ -167,25 +130,3 @@ def test_a_rate_on_the_device_and_no_momentum_train_as_on_the_cpu(
     for name, param in weights.items():
         # As above, of three steps.
         torch.testing.assert_close(param, expected[name], rtol=1e-5, atol=1e-6)
-
-
-def test_a_bad_gradient_is_left_out_without_a_wait(caplog: pytest.LogCaptureFixture) -> None:
-    with simulated_device() as device:
-        shapes = runs.SHAPES.items()
-        params = {n: models.initial(n, shape).to("cuda", torch.bfloat16) for n, shape in shapes}
-        model = models.build(params)
-        config = MuonConfig(nonfinite="skip_step", bfloat16_params="master")
-        optimizer = Muon(param_groups(model), config=config)
-        runs.train(model, optimizer, 1, 3)
-        before = runs.everything(model, optimizer)
-        models.set_gradients(model, 1, 4)
-        model.get_parameter(runs.WQ).grad.fill_(torch.nan)  # type: ignore[union-attr]
-        device.clear()
-        optimizer.step()
-        assert not device.waits
-        assert all(map(torch.equal, runs.everything(model, optimizer), before))
-        for step, skipped in ((5, 1.0), (6, 1.0)):  # one step late
-            assert optimizer.metrics()["optimizer/steps_skipped"] == skipped - (step == 5)
-            runs.train(model, optimizer, step, step)
-    (record,) = (each for each in caplog.records if each.levelno == logging.WARNING)
-    assert record.getMessage().startswith("step 4 skipped: ")

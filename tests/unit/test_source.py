@@ -23,7 +23,7 @@ from amo_dist.schedule.polar_express import SAFETY, compose, schedule_for, simul
 from amo_dist.schedule.source import Amo, Fixed, as_source, draw
 from amo_dist.schedule.types import Measurement, Schedule
 from amo_dist.state.control import ScheduleState, control_record, restore, to_text
-from tests.sources import ELL, MEASURED, PAPER, REGISTRY, TYPES, amo, observe, observed, planned
+from tests.sources import ELL, MEASURED, PAPER, REGISTRY, TYPES, amo, observe, observed
 
 BOTH = pytest.mark.parametrize("config", [PAPER, MEASURED], ids=["paper", "measured"])
 
@@ -77,6 +77,11 @@ def test_amo_from_the_first_step_to_the_lock(config: AMOConfig) -> None:
         assert source.phase(step) == "locked"
         assert source.steps_and_ells_at(step) == planned_state
         assert not source.sample(step)
+    metrics = source.metrics(10)
+    assert metrics.keys() == amo(config).metrics(1).keys()
+    assert (metrics["amo/phase"], metrics["amo/observations"]) == (2.0, 3.0)
+    assert metrics["amo/ns_steps/attn_q"] == plan.allocation[0]
+    assert metrics["amo/ell/expert"] == 0.04 / SAFETY
 
 
 def test_medians_of_medians_pass_over_invalid_observations() -> None:
@@ -146,32 +151,6 @@ def test_the_papers_absolute_tau_is_told_once() -> None:
         assert len(lines) == count
     measured = amo(MEASURED)
     assert not measured.record(2, clamped(measured, 2))
-
-
-def test_metrics_have_the_same_keys_at_every_step() -> None:
-    source = amo()
-    before = source.metrics(1)
-    assert before["amo/ell/expert"] == before["amo/ell_target/expert"] == 1e-3
-    done = planned()
-    after = done.metrics(10)
-    assert set(after) == set(before)
-    assert (after["amo/phase"], after["amo/observations"]) == (2.0, 3.0)
-    assert after["amo/ell/expert"] == 0.04 / SAFETY
-    assert done.plan is not None
-    assert after["amo/ns_steps/attn_q"] == done.plan.allocation[0]
-
-
-# ---------------------------------------------------------------- fixed schedules
-
-
-def test_fixed_schedules_by_type_and_by_default() -> None:
-    own, default = schedule_for(1e-3, 3), schedule_for(1e-3, 5)
-    source = Fixed({"attn_q": own}, default)
-    source.bind(REGISTRY)
-    assert source.schedules(7) == {"attn_q": own, "mlp_down": default, "expert": default}
-    assert source.metrics(1)["amo/ns_steps/attn_q"] == 3.0
-    assert (source.phase(1), source.version(1), source.sample(1)) == ("uniform", 0, ())
-    assert as_source(source) is source
 
 
 # ---------------------------------------------------------------- mistakes

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from amo_dist.engine.observe import coefficient_table
-from amo_dist.kernels.newton_schulz import scale_to_exact_norm
 from amo_dist.kernels.spectrum import SMALL, distances, ns_residual, singular_values, spectrum
-from amo_dist.schedule.plan import GRID
 from amo_dist.schedule.polar_express import schedule_for
+from benchmarks.spectra import spectrum as values
 from benchmarks.spectra import with_spectrum
 from tests.simulated_device import simulated_device
 
@@ -25,16 +24,6 @@ SCHEDULES = [
     for ell, steps in itertools.product((1e-5, 1e-4, 1e-3, 1e-2, 1e-1), range(3, 8))
 ]
 TABLE = coefficient_table(SCHEDULES)
-
-
-def values(kind: str, m: int, kappa: float) -> Tensor:
-    sigma = torch.logspace(0, -math.log10(kappa), m, dtype=torch.float64)
-    if kind == "deficient":
-        sigma[m - m // 4 :] = 0
-    elif kind == "clustered":
-        sigma[: m // 2] = 1
-        sigma[m // 2 :] = (1 + torch.linspace(1e-3, 0, m - m // 2, dtype=torch.float64)) / kappa
-    return sigma
 
 
 def random(m: int, n: int) -> Tensor:
@@ -58,7 +47,7 @@ def assert_agrees(found: Tensor, expected: Tensor) -> None:
     assert (difference <= 0.5e-6 * expected.sqrt() + 1e-14).all()
 
 
-@pytest.mark.parametrize("kind", ["log", "clustered", "deficient"])
+@pytest.mark.parametrize("kind", ["decaying", "clustered", "deficient"])
 @pytest.mark.parametrize("kappa", [1e1, 1e6])
 @pytest.mark.parametrize(("m", "n"), [(64, 192), (M, M), (256, 768)])
 def test_errors_are_those_of_a_decomposition(kind: str, kappa: float, m: int, n: int) -> None:
@@ -72,46 +61,9 @@ def test_errors_are_those_of_a_decomposition(kind: str, kappa: float, m: int, n:
         assert_agrees(found, slow_distances(expected, exact_norm))
 
 
-@pytest.mark.parametrize("n", [M, 3 * M])
-def test_directions_that_are_zero_count_one(n: int) -> None:
-    x = random(M, n)
-    x = x[:, :30].abs() @ x[:30].abs()  # one value far above the rest
-    sigma = singular_values(x)
-    assert int((sigma > 0).sum()) == 30
-    unit = sigma / (1.01 * sigma.norm())
-    expected = (slow_distances(unit[:30]) * 30 + (M - 30)) / M
-    assert_agrees(distances(unit, TABLE), expected)
-
-
-def test_the_error_is_that_of_what_is_applied() -> None:
-    """With factors above the bound three steps for an ``ell`` of 1e-5 would seem the best."""
-    sigma = torch.arange(1, 257, dtype=torch.float64) ** -1.5
-    x = sigma / (1.01 * sigma.norm())
-    schedules = [schedule_for(ell, 3) for ell in GRID]
-    found = distances(x, coefficient_table(schedules), exact_norm=True)
-    errors, unbounded = [], []
-    for schedule in schedules:
-        images = torch.tensor([schedule.image(value) for value in x.tolist()], dtype=torch.float64)
-        applied = torch.diag(images).unsqueeze(0)
-        scale_to_exact_norm(applied)
-        errors.append((applied.diagonal(dim1=-2, dim2=-1) - 1).square().mean())
-        unbounded.append((images * 16 / images.norm() - 1).square().mean())
-    assert_agrees(found, torch.stack(errors))
-    assert GRID[found.argmin()] == 0.01
-    assert GRID[torch.stack(unbounded).argmin()] == 1e-5
-
-
-@pytest.mark.parametrize("m", [M, 256])
-def test_values_of_a_millionth_of_the_largest_are_kept(m: int) -> None:
-    sigma = values("log", m, 1e6)
-    found = singular_values(with_spectrum(sigma, m))
-    # Errors of eigenvalues stay below 6e-15 here; relative to 1e-12, and half of it for the root.
-    assert ((found / sigma - 1).abs() <= 3e-15 / sigma.square()).all()
-
-
 def test_ell_is_clamped_by_an_absolute_tau() -> None:
     deficient = with_spectrum(values("deficient", M, 1e3), M)
-    full = with_spectrum(values("log", 3, 1e6), 3)
+    full = with_spectrum(values("decaying", 3, 1e6), 3)
     for x, scale, is_felt in ((deficient, 1.0, False), (deficient, 1e-5, True), (full, 1e-5, True)):
         ell, _, is_clamped = spectrum(x * scale)
         assert ell.item() == pytest.approx(1e-10 / scale / x.norm().item(), rel=1e-9)
@@ -122,7 +74,7 @@ def test_ell_is_clamped_by_an_absolute_tau() -> None:
 @pytest.mark.parametrize("m", [3, M])
 def test_no_value_above_tau_is_no_spectrum(m: int, scale: float) -> None:
     # sigma_max is `scale`, and the largest entry less; sigma_min is half of it, or tau.
-    x = with_spectrum(values("log", m, 2.0), 2 * m) * scale
+    x = with_spectrum(values("decaying", m, 2.0), 2 * m) * scale
     ell, sigma, _ = spectrum(x)
     expected = max(scale / 2, 1e-10) / x.norm().item() if scale > 1e-10 else math.nan
     assert ell.item() == pytest.approx(expected, rel=1e-9, nan_ok=True)

@@ -6,13 +6,17 @@ A swap before the first step is followed; what would train nothing is refused.
 from __future__ import annotations
 
 import copy
+import gc
+import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
-from amo_dist import AMO, MissingGradientError, Muon
+from amo_dist import AMO, AdaMuon, MissingGradientError, Muon, NorMuon
 from amo_dist.engine.ballot import MAX_IDLE_STEPS
 from tests import runs
 from tests.distributed import models
@@ -117,13 +121,20 @@ def make(device: str) -> tuple[nn.Module, Any]:
 
 @DEVICES
 def test_parameters_replaced_after_the_first_step_are_refused(device: str) -> None:
+    """The last such step keeps what AdamW trains, too, though devices tell of it a step late."""
     with on(device):
-        _, optimizer = make(device)
-        optimizer.zero_grad()  # for good: the model has other parameters now
-        for _ in range(MAX_IDLE_STEPS - 1 + (device == "cuda")):
+        model, optimizer = make(device)
+        norms = []
+        for step in range(2, MAX_IDLE_STEPS + 1 + (device == "cuda")):
+            missing = frozenset(MATRICES.split(", "))  # for good: the model has other parameters
+            models.set_gradients(model, 1, step, missing=missing)
             optimizer.step()
+            norms.append(models.whole(model.get_parameter(NORM)))
         with pytest.raises(MissingGradientError, match=f"{MATRICES}: .* 10 such steps"):
             optimizer.step()
+        norms.append(model.get_parameter(NORM))
+        is_moved = [not torch.equal(*pair) for pair in itertools.pairwise(norms)]
+        assert is_moved == [True] * (MAX_IDLE_STEPS - 2) + [False] * (1 + (device == "cuda"))
 
 
 @DEVICES
@@ -168,3 +179,40 @@ def test_a_matrix_without_a_gradient_in_the_first_step_is_named(
         optimizer.check_last_update()
     (record,) = caplog.records
     assert record.getMessage().startswith(f"{W1}: found no gradient in step 1, as of a parameter")
+
+
+# ---------------------------------------------------------------- replaced or moved between steps
+
+
+@pytest.mark.parametrize("kind", [Muon, AMO, NorMuon, AdaMuon])
+def test_what_is_replaced_is_freed_at_once(kind: type[Muon]) -> None:
+    """Trainers that roll out between steps offload both; a view that is kept would free nothing."""
+    make = partial(runs.make, kind=kind, ns_dtype="float32")
+    model, optimizer = make()
+    runs.train(model, optimizer)
+    twin, other = runs.resume(model, optimizer, make)
+    model.zero_grad()
+    held = [*model.parameters(), *(x for own in optimizer.state.values() for x in own.values())]
+    references = [tensor.untyped_storage()._weak_ref() for tensor in held]
+    del held
+    for param in model.parameters():
+        own = optimizer.state[param]
+        for name in own:
+            own[name] = own[name].clone()
+        param.data = param.data.clone()
+    del own, param
+    gc.collect()
+    assert all(map(torch.UntypedStorage._expired, references))
+    assert runs.equal(runs.train(model, optimizer, 4, 5), runs.train(twin, other, 4, 5))
+
+
+def test_a_transposed_weight_gets_its_update_as_it_lies() -> None:
+    """Another layout of the same memory: the address alone does not tell."""
+    make = partial(runs.make, kind=Muon, shapes={WQ: (8, 8)}, ns_dtype="float32")
+    model, optimizer = make()
+    runs.train(model, optimizer)
+    twin, other = runs.resume(model, optimizer, make)
+    weight, expected = model.get_parameter(WQ), twin.get_parameter(WQ)
+    weight.data = weight.data.t()
+    expected.data = expected.data.t().clone()
+    assert runs.equal(runs.train(model, optimizer, 4, 5), runs.train(twin, other, 4, 5))

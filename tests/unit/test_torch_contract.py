@@ -25,8 +25,10 @@ def pickled(both: Any) -> Any:
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
-@pytest.mark.parametrize("steps", [3, 8])  # AMO observes, and is locked
-@pytest.mark.parametrize("kind", [AMO, Muon, AdaMuon, NorMuon, ROOT])
+@pytest.mark.parametrize(
+    ("kind", "steps"),
+    [(AMO, 3), (AMO, 8), *((kind, 3) for kind in (Muon, AdaMuon, NorMuon, ROOT))],
+)
 def test_a_copy_goes_on_as_the_original(
     kind: type[Muon], steps: int, copied: Callable[[Any], Any]
 ) -> None:
@@ -50,18 +52,6 @@ def test_a_scaler_leaves_out_a_step_with_an_infinite_gradient() -> None:
     scaler.step(optimizer)
     assert runs.equal(runs.weights(model), before)
     assert optimizer.num_steps_taken == 0
-
-
-def test_parameters_of_several_dtypes() -> None:
-    model = models.plain_model(runs.SHAPES)
-    for name, param in model.named_parameters():
-        if "norm" in name or "w1" in name:
-            param.data = param.data.bfloat16()
-    before = runs.weights(model)
-    after = runs.train(model, Muon(param_groups(model), lr=1e-1), 1, 2)
-    for name, old in before.items():
-        assert after[name].dtype == old.dtype
-        assert not torch.equal(after[name], old)
 
 
 # Both warnings are PyTorch's: of a loss that was not in the graph before the break, and of slow
@@ -100,33 +90,24 @@ def test_printing_shows_hyperparameters_and_no_control_text() -> None:
     assert "control" not in text
 
 
-def test_hooks_run() -> None:
-    model, optimizer = runs.make("plain", Muon)
-    calls: list[str] = []
+def test_hooks_of_states_see_and_change_them() -> None:
+    _, optimizer = runs.make("plain", Muon)
+    loaded: list[str] = []
 
     def halve(own: Any, state: dict[str, Any]) -> dict[str, Any]:
         groups = [{**group, "lr": group["lr"] / 2} for group in state["param_groups"]]
         return {**state, "param_groups": groups}
 
-    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
-    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
-    optimizer.register_state_dict_pre_hook(lambda own: calls.append("save"))
     # As PyTorch's own test does.
     optimizer.register_state_dict_pre_hook(lambda own: own.state.update(test=1))
-    optimizer.register_state_dict_pre_hook(lambda own: calls.append("first"), prepend=True)
     optimizer.register_state_dict_post_hook(lambda own, state: {**state, "extra": 1})
     optimizer.register_load_state_dict_pre_hook(halve)
-    optimizer.register_load_state_dict_post_hook(lambda own: calls.append("loaded"))
-    with torch.profiler.profile() as profile:
-        runs.train(model, optimizer, 1, 1)
-        optimizer.zero_grad()
-    names = {event.name for event in profile.events() or ()}
-    assert {"Optimizer.step#Muon.step", "Optimizer.zero_grad#Muon.zero_grad"} <= names
+    optimizer.register_load_state_dict_post_hook(lambda own: loaded.append("loaded"))
     state = optimizer.state_dict()
     assert (state["extra"], state["state"]["test"]) == (1, 1)
     optimizer.load_state_dict(state)
     assert optimizer.param_groups[0]["lr"] == 5e-3
-    assert calls == ["before", "after", "first", "save", "loaded"]
+    assert loaded == ["loaded"]
 
 
 def test_complex_parameters_are_trained_by_adamw_as_pytorch_does() -> None:
@@ -219,30 +200,29 @@ SCHEDULES: dict[str, Callable[[Muon], Any]] = {
 @pytest.mark.parametrize("as_tensor", [False, True])
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_schedulers_move_the_rate_and_resume(kind: str, as_tensor: bool) -> None:
-    def build(model: nn.Module) -> tuple[nn.Module, Muon, Any]:
-        lr = torch.tensor(1e-2) if as_tensor else 1e-2
-        optimizer = Muon(param_groups(model), lr=lr)
+    def make() -> tuple[nn.Module, Muon, Any]:
+        model = models.plain_model(runs.SHAPES)
+        optimizer = Muon(param_groups(model), lr=torch.tensor(1e-2) if as_tensor else 1e-2)
         return model, optimizer, SCHEDULES[kind](optimizer)
 
-    rates, momenta = set(), set()
-
-    def run(model: nn.Module, optimizer: Muon, scheduler: Any, first: int, last: int) -> None:
+    def train(model: nn.Module, optimizer: Muon, scheduler: Any, first: int, last: int) -> Any:
+        """The rate and the momentum of each step."""
+        moved = []
         for step in range(first, last + 1):
-            rates.add(float(optimizer.param_groups[0]["lr"]))
-            momenta.add(optimizer.param_groups[0].get("momentum"))
+            group = optimizer.param_groups[0]
+            moved.append((float(group["lr"]), group["momentum"]))
             runs.train(model, optimizer, step, step)
             scheduler.step()
+        return moved
 
-    model, optimizer, scheduler = build(models.plain_model(runs.SHAPES))
-    run(model, optimizer, scheduler, 1, 5)
-    assert len(rates) > 1
-    assert (len(momenta) > 1) == (kind in ("cyclic", "one cycle"))
-    assert optimizer.param_groups[1]["betas"] == (0.9, 0.95)
-    twin, other, again = build(copy.deepcopy(model))
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    again.load_state_dict(copy.deepcopy(scheduler.state_dict()))
-    run(model, optimizer, scheduler, 6, 9)
-    run(twin, other, again, 6, 9)
-    assert runs.same(model, twin)
-    assert isinstance(other.param_groups[0]["lr"], torch.Tensor) == as_tensor
-    assert other.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+    run = make()
+    rates, momenta = zip(*train(*run, 1, 5), strict=True)
+    assert len({*rates}) > 1
+    assert (len({*momenta}) > 1) == (kind in ("cyclic", "one cycle"))
+    assert run[1].param_groups[1]["betas"] == (0.9, 0.95)
+    resumed = make()
+    for other, own in zip(resumed, run, strict=True):
+        other.load_state_dict(copy.deepcopy(own.state_dict()))
+    assert train(*resumed, 6, 9) == train(*run, 6, 9)
+    assert runs.same(resumed[0], run[0])
+    assert isinstance(resumed[1].param_groups[0]["lr"], torch.Tensor) == as_tensor

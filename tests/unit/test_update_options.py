@@ -220,11 +220,3 @@ def test_the_dtypes_in_force_are_saved() -> None:
     assert runs.equal(runs.train(model, optimizer, 4, 5), runs.train(twin, other, 4, 5))
     with pytest.raises(ValueError, match="wire_dtype: the checkpoint has 'float32', this run has"):
         runs.resume(model, optimizer, lambda: runs.make(kind=Muon, wire_dtype="bfloat16"))
-
-
-def test_settings_that_a_checkpoint_keeps_are_defaults_too() -> None:
-    model, optimizer = runs.make(kind=Muon, momentum=0.5, nesterov=2.0)
-    runs.train(model, optimizer)
-    rule = {"on_config_change": "keep_checkpoint"}
-    _, other = runs.resume(model, optimizer, lambda: runs.make(kind=Muon, **rule))
-    assert (other.defaults["momentum"], other.defaults["nesterov"]) == (0.5, 2.0)
