@@ -8,6 +8,7 @@ from typing import Any
 
 from torchtitan.models import deepseek_v3, llama3
 
+from tests.distributed.harness import compute_in_float32
 from torchtitan_ext.data import corpus, loader, tokenizers
 from torchtitan_ext.plugin import trainer  # noqa: F401
 
@@ -18,6 +19,7 @@ def first_layers(stock: Any, **options: Any) -> Any:
     return dataclasses.replace(config, layers=config.layers[:2])
 
 
+compute_in_float32()
 for flavors in (llama3.llama3_configs, deepseek_v3.deepseekv3_configs):
     flavors["cut"] = functools.partial(first_layers, flavors["debugmodel"])
 text = corpus.standard_library(tokenizers.ByteTokenizer())

@@ -89,7 +89,7 @@ class Server:
                 ranks[-1].start()
         return ranks
 
-    def wait(self, ranks: Sequence[BaseProcess], timeout: float = 240.0) -> list[int | None]:
+    def wait(self, ranks: Sequence[BaseProcess], timeout: float = 600.0) -> list[int | None]:
         """Exit codes, ``-n`` for a signal; ``None`` where a rank had not ended and was killed."""
         deadline = time.monotonic() + timeout
         exits: list[int | None] = []
