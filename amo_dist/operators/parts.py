@@ -1,4 +1,10 @@
-"""The matrices that one parameter holds, from its role and the modules around it."""
+"""The matrices that one parameter holds, from its role and the modules around it.
+
+Fused queries, keys and values are divided by the columns of the projection behind them, in turn
+where their class does so; a fused gate and up in halves, if the projection behind reads one half;
+a modulation into its shifts, scales and gates. A stack of experts is one matrix for each, halved
+likewise. What cannot be divided stays one matrix, and a remark says so.
+"""
 
 from __future__ import annotations
 

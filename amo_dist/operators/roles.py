@@ -2,8 +2,9 @@
 
 The modules decide first: the weight of a linear module inside a block is a matrix, unless it is a
 router, a head, an embedding, an adapter or has one row per head. Names give known types, and say
-what modules cannot. A raw tensor of a block that is neither known nor a stack of experts' matrices
-is unknown.
+what modules cannot. A router has one row for each expert that the module around it holds. A raw
+tensor of a block is a stack of experts' matrices if a module around it is called so or something
+beside it has one row for each, a table for AdamW if it has few rows, and else unknown: an error.
 """
 
 from __future__ import annotations
