@@ -33,8 +33,8 @@ from unittest.mock import MagicMock
 import torch
 from torch import nn
 
-from amo_dist.operators.groups import _cut, decide
-from amo_dist.operators.parts import AS_ONE, ASSUMED
+from amo_dist.operators.groups import decide
+from amo_dist.operators.parts import AS_ONE, ASSUMED, cut
 from amo_dist.operators.roles import OUTSIDE, UNKNOWN
 from amo_dist.operators.tree import Place, read_tree
 from tests import skeletons
@@ -175,8 +175,8 @@ def row(places: list[Place]) -> dict[str, Any]:
     matrices, entries, rest = Counter[str](), Counter[str](), Counter[str]()
     doubts = defaultdict[str, dict[str, None]](dict)
     for place in places:
-        views, number = _cut(place, False), place.parameter.numel()
-        matrices.update(view.operator_type for view in views or ())
+        views, number = cut(place, False), place.parameter.numel()
+        matrices.update(view.operator_type for view in views)
         entries["all"] += number
         entries["matrices"] += number * bool(views)
         if sum(size > 1 for size in place.shape) < 2 or place.is_convolution:
@@ -202,15 +202,15 @@ def row(places: list[Place]) -> dict[str, Any]:
 
 def decided(model: nn.Module) -> list[Place]:
     """The parameters of a model, decided on."""
-    places = read_tree([model])
+    places = read_tree(model)
     decide(places, {})
     return places
 
 
 def verdict(place: Place) -> str:
     """Operator types in the order of storage, ``by columns`` where they are, or the reason."""
-    views = _cut(place, False)
-    if views is None:
+    views = cut(place, False)
+    if not views:
         return f"adamw ({place.reason})" if place.reason != UNKNOWN else "unknown"
     kinds = "+".join(dict.fromkeys(view.operator_type for view in views))
     number = len({box[0] for view in views[:1] for box in view.boxes or ()})

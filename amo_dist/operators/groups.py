@@ -13,34 +13,25 @@ import torch.distributed as dist
 from torch import nn
 
 from amo_dist.config import require, sort_operator_types
-from amo_dist.operators.parts import AS_ONE, ASSUMED, by_head, divide, in_heads, output_dim
-from amo_dist.operators.patterns import (
-    Patterns,
-    check_expressions,
-    check_patterns,
-    clean_name,
-    format_patterns,
-)
+from amo_dist.operators.parts import AS_ONE, ASSUMED, cut, divide
+from amo_dist.operators.patterns import Patterns, check_expressions, check_patterns, format_patterns
 from amo_dist.operators.roles import CONVOLUTION, OUTSIDE, UNKNOWN, role_of
 from amo_dist.operators.tree import Place, read_tree
-from amo_dist.operators.views import ADAMW, MatrixView, cut_views
+from amo_dist.operators.views import ADAMW
 
 logger = logging.getLogger(__name__)
 
 # Reason of a parameter that one of the user's patterns matches.
 BY_PATTERN = "by your pattern"
-# Remark of queries, keys or values that ``per_head`` leaves whole.
-WHOLE = "whole in spite of per_head"
+# Reasons of parameters that are no maps.
+_TABLES = ("embedding", "relative positions", "state-space table", "table")
 # What is said of each remark, and how to decide otherwise.
 _DOUBTS = {
     OUTSIDE: "AdamW trains what stands outside of any block",
     ASSUMED: "queries, keys and values are taken to lie one behind the other; if heads alternate, "
     "pass Fused(..., groups=...)",
     AS_ONE: "several matrices in an unknown order are orthogonalized as one",
-    WHOLE: "per_head divides the types attn_q, attn_k and attn_v, and Fused(..., heads=...)",
 }
-# Packed types whose heads nothing tells.
-_INTERLEAVED = ("attn_qkv", "attn_qkvz", "attn_kv", "attn_qk")
 
 
 def param_groups(
@@ -69,12 +60,11 @@ def param_groups(
         patterns: Targets by regular expression (``re.fullmatch`` on cleaned names); the first
             match wins, before all built-in ones. A target is an operator type, ``"adamw"`` or
             ``None`` for AdamW, or `Fused` for several matrices.
-        report: Print `describe` of the groups, with the number of frozen parameters.
+        report: Print a table of names, shapes and operator types, and the line of the log.
         no_decay: Regular expressions (``re.fullmatch`` on cleaned names) of parameters whose group
             has ``weight_decay`` 0. ``True`` means norms, biases and embeddings: all parameters of
-            AdamW with fewer than two dims, those that are or are named embeddings, and what modules
-            ask for: the names of timm's ``no_weight_decay()``, and parameters with Mamba's
-            attribute ``_no_weight_decay``.
+            AdamW with fewer than two dims, those that are or are named embeddings, tables such as
+            relative positions, and parameters with Mamba's attribute ``_no_weight_decay``.
         lr_multipliers: Factors on the learning rate by regular expression; the first match wins.
             The factor is the group's ``muon_lr_factor``, which schedulers, unlike ``lr``, do not
             overwrite.
@@ -86,9 +76,8 @@ def param_groups(
             Depthwise ones stay with AdamW, like all by default. A pattern that matches a
             convolution does the same for it.
         unknown: ``"error"`` (default) gives linear modules outside of blocks to AdamW, and refuses
-            raw tensors inside blocks that neither modules nor names explain, and banks of matrices
-            outside. ``"matrix"`` makes all of these that have two dims one operator type,
-            ``matrix``, except heads and embeddings.
+            raw tensors inside blocks that neither modules nor names explain. ``"matrix"`` makes all
+            of these that have two dims one operator type, ``matrix``, except heads and embeddings.
         per_head: Make one matrix per head of queries, keys and values (``attn_q``, ``attn_k``,
             ``attn_v``, and the expansions of latent attention). ``True`` reads the rows of a head,
             or the number of heads, from the attention's modules and their configurations; an
@@ -112,77 +101,50 @@ def param_groups(
     is_valid = isinstance(per_head, bool) or (isinstance(per_head, int) and per_head > 1)
     require(is_valid, "per_head", repr(per_head), "True, False or the rows of a head, 2 or more")
     targets = check_patterns(patterns)
-    parts = _as_modules(model)
-    places = read_tree(parts)
-    names = {place.parameter: place.name for place in places}
+    places = read_tree(model)
+    names = [place.name for place in places]
     expressions = {"patterns": targets, "no_decay": undecayed, "lr_multipliers": factors}
-    for field, patterns_of_field in expressions.items():
-        check_expressions(field, patterns_of_field)
-        if not allow_unused:
-            _check_use(field, patterns_of_field, parts, names)
+    for field, own in expressions.items():
+        check_expressions(field, own, None if allow_unused else names)
     trained = [place for place in places if place.parameter.requires_grad]
     for name, count in Counter(place.name for place in trained).items():
         require(count == 1, "model", f"two parameters {name!r}", "distinct names")
-    decide(places, targets, flatten_conv=flatten_conv, takes_unknown=unknown == "matrix")
-    _refuse_unknown(trained, places, unknown)
-    views_by_name = {place.name: _cut(place, per_head) for place in trained}
-    pairs_by_key = defaultdict[tuple[bool, bool, int], list[tuple[str, nn.Parameter]]](list)
-    spared = _spared(parts) if no_decay is True else set()
-    for place in trained:
-        name, parameter = place.name, place.parameter
-        views = views_by_name[name]
-        is_undecayed = _first_match(undecayed, name) >= 0 or name in spared
-        if no_decay is True:
-            is_table = not views and (place.is_embedding or place.reason == "embedding")
-            is_undecayed |= (not views and parameter.dim() < 2) or is_table
-            is_undecayed |= getattr(parameter, "_no_weight_decay", False)
-        key = (not views, is_undecayed, _first_match(factors, name))
-        pairs_by_key[key].append((name, parameter))
     num_frozen = len(places) - len(trained)
-    expected = "at least one with requires_grad"
-    require(bool(trained), "model", f"{num_frozen} frozen parameters", expected)
+    require(len(trained) > 0, "model", f"{num_frozen} frozen parameters", "at least one to train")
+    decide(places, targets, flatten_conv=flatten_conv, takes_unknown=unknown == "matrix")
+    shapes = {p.name: p.shape for p in trained if (p.target, p.reason) == (None, UNKNOWN)}
+    value = f"tensors of unknown roles ({len(shapes)}), first {[*shapes][:1]}"
+    expected = "a pattern for each, or unknown='matrix', which makes all of two dims one operator "
+    expected += (
+        f"type. Paste, edit and pass as patterns=patterns:\n{format_patterns(shapes, names)}"
+    )
+    require(not shapes, "patterns", value, expected)
+    places_by_key = defaultdict[tuple[bool, bool, int], list[Place]](list)
+    for place in trained:
+        place.views = cut(place, per_head)
+        is_undecayed = _first_match(undecayed, place.name) >= 0
+        is_undecayed |= no_decay is True and _spares_decay(place)
+        key = (not place.views, is_undecayed, _first_match(factors, place.name))
+        places_by_key[key].append(place)
     groups: list[dict[str, Any]] = []
-    for (is_adamw, is_undecayed, index), pairs in sorted(pairs_by_key.items()):
+    for (is_adamw, is_undecayed, index), members in sorted(places_by_key.items()):
+        pairs = [(place.name, place.parameter) for place in members]
         group: dict[str, Any] = {"params": pairs, "algorithm": ADAMW if is_adamw else "muon"}
         if not is_adamw:
-            group["matrix_views"] = {name: views_by_name[name] for name, _ in pairs}
+            group["matrix_views"] = {place.name: place.views for place in members}
         if is_undecayed:
             group["weight_decay"] = 0.0
         if index >= 0:
             group["muon_lr_factor"] = float([*factors.values()][index])
         groups.append(group)
-    _say(trained, views_by_name)
+    summary = _summary(trained, num_frozen)
+    if not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0:
+        logger.info(summary)
+        if doubts := _doubts(trained):
+            logger.warning("patterns decide otherwise than this: %s", "; ".join(doubts))
     if report:
-        print(describe(groups, {p.name: p.reason for p in trained}, num_frozen))
+        print(f"{_table(trained)}\n\n{summary}")
     return groups
-
-
-def _as_modules(model: Any) -> list[nn.Module]:
-    is_single = isinstance(model, nn.Module) or not isinstance(model, Iterable)
-    parts = [model] if is_single else list(model)
-    for part in parts:
-        expected = "a module or a list of modules: param_groups(model), not model.parameters()"
-        require(isinstance(part, nn.Module), "model", f"a {type(part).__name__}", expected)
-    return parts
-
-
-def _check_use(
-    field: str,
-    patterns: Iterable[str],
-    parts: Sequence[nn.Module],
-    names: Mapping[nn.Parameter, str],
-) -> None:
-    """Refuse expressions that match no parameter, and name the first name of a tied one."""
-    for pattern in patterns:
-        if any(re.fullmatch(pattern, name) for name in names.values()):
-            continue
-        for part in parts:
-            for alias, parameter in part.named_parameters(remove_duplicate=False):
-                tied = f"{pattern!r}, and {clean_name(alias)} is tied to {names[parameter]}"
-                is_alias = re.fullmatch(pattern, clean_name(alias)) is not None
-                require(not is_alias, field, tied, f"one that matches {names[parameter]}")
-        expected = "one that matches a whole name, or allow_unused=True"
-        require(False, field, f"{pattern!r}, which matches no parameter", expected)
 
 
 def decide(
@@ -212,119 +174,50 @@ def decide(
         elif flatten_conv and place.reason == CONVOLUTION:
             place.target, place.reason = "conv", ""
         elif takes_unknown and place.reason in (UNKNOWN, OUTSIDE) and len(place.shape) == 2:
-            # A matrix of one row or column is a vector, such as a magnitude of a neuron.
-            place.target = "matrix" if min(place.shape) > 1 else None
-            place.reason = UNKNOWN if place.target else "vector"
+            place.target, place.reason = "matrix", UNKNOWN
 
 
-def _refuse_unknown(trained: Sequence[Place], places: Sequence[Place], unknown: str) -> None:
-    shapes = {p.name: p.shape for p in trained if (p.target, p.reason) == (None, UNKNOWN)}
-    value = f"tensors of unknown roles ({len(shapes)}), first {[*shapes][:1]}"
-    expected = "a pattern for each"
-    if unknown == "error" and any(len(shape) == 2 for shape in shapes.values()):
-        expected += ", or unknown='matrix', which makes all of two dims one operator type"
-    others = [place.name for place in places if place.name not in shapes]
-    lines = format_patterns(shapes, others, of_raw_tensors=True)
-    require(
-        not shapes,
-        "patterns",
-        value,
-        f"{expected}. Paste, edit and pass as patterns=patterns:\n{lines}",
-    )
+def _spares_decay(place: Place) -> bool:
+    """Whether AdamW trains a vector or a table, or Mamba's attribute spares a parameter."""
+    is_table = place.is_embedding or place.reason in _TABLES or len(place.shape) < 2
+    return (is_table and not place.views) or getattr(place.parameter, "_no_weight_decay", False)
 
 
-def _cut(place: Place, per_head: bool | int) -> tuple[MatrixView, ...] | None:
-    """Cut a parameter into its matrices."""
-    target = place.target
-    if target is None:
-        return None
-    if per_head:
-        has_order = place.reason == BY_PATTERN or target not in _INTERLEAVED
-        expected = "a pattern with Fused(..., groups=..., heads=...)"
-        value = "queries, keys, values in unknown order"
-        require(has_order, f"per_head: {place.name}", value, expected)
-        is_other = isinstance(target, str) and not in_heads(target)
-        if place.reason == BY_PATTERN and is_other and in_heads(place.kind or ""):
-            place.reason = WHOLE
-        target = by_head(place, per_head)
-    return cut_views(
-        place.name,
-        place.shape,
-        target,
-        is_convolution=place.is_convolution,
-        output_dim=output_dim(place),
-    )
-
-
-def _spared(parts: Sequence[nn.Module]) -> set[str]:
-    """Names that modules spare from weight decay by the method ``no_weight_decay`` of timm."""
-    names = set()
-    for part in parts:
-        for prefix, module in part.named_modules():
-            method = getattr(module, "no_weight_decay", None)
-            own = method() if callable(method) else ()
-            names |= {clean_name(f"{prefix}.{name}".lstrip(".")) for name in own}
-    return names
-
-
-def _say(
-    places: Sequence[Place], views_by_name: Mapping[str, tuple[MatrixView, ...] | None]
-) -> None:
-    """Log what was decided, and warn of what is doubtful; rank 0 alone."""
-    if dist.is_available() and dist.is_initialized() and dist.get_rank() != 0:
-        return
+def _summary(places: Sequence[Place], num_frozen: int) -> str:
+    """Describe in one line what was decided."""
     entries, reasons = Counter[bool](), Counter[str]()
-    names_by_doubt = defaultdict[str, dict[str, None]](dict)
     for place in places:
         if place.node.in_block:
-            entries[place.target is not None] += place.parameter.numel()
-        if place.target is None:
+            entries[bool(place.views)] += place.parameter.numel()
+        if not place.views:
             is_vector = place.reason in ("0-D", "1-D", "bias")
             reasons["vector" if is_vector else place.reason] += 1
-        if place.reason in _DOUBTS and sum(size > 1 for size in place.shape) > 1:
-            # Names that differ in numbers alone are one.
-            names_by_doubt[place.reason][re.sub(r"\b\d+\b", "N", place.name)] = None
-    number = sum(len(views or ()) for views in views_by_name.values())
+    number = sum(len(place.views) for place in places)
     share = entries[True] / max(entries.total(), 1)
     others = [f"{reason} ({count})" if count > 1 else reason for reason, count in reasons.items()]
-    text = "%d matrices, %.0f%% of the entries of blocks; AdamW: %s"
-    logger.info(text, number, 100 * share, ", ".join(others) or "nothing")
-    doubts = [f"{_DOUBTS[doubt]}: {', '.join(names)}" for doubt, names in names_by_doubt.items()]
-    if doubts:
-        logger.warning("patterns decide otherwise than this: %s", "; ".join(doubts))
+    text = f"{number} matrices, {share:.0%} of the entries of blocks; AdamW: "
+    return f"{text}{', '.join(others) or 'nothing'}; {num_frozen} frozen parameters left out"
 
 
-def describe(
-    groups: Sequence[Mapping[str, Any]], reasons: Mapping[str, str], num_frozen: int
-) -> str:
-    """Format a table of names, shapes and operator types of the groups, and counts in lines.
+def _doubts(places: Sequence[Place]) -> list[str]:
+    """Describe what is doubtful, with names; those that differ in numbers alone are one."""
+    names_by_doubt = defaultdict[str, dict[str, None]](dict)
+    for place in places:
+        if place.reason in _DOUBTS and sum(size > 1 for size in place.shape) > 1:
+            names_by_doubt[_DOUBTS[place.reason]][re.sub(r"\b\d+\b", "N", place.name)] = None
+    return [f"{doubt}: {', '.join(names)}" for doubt, names in names_by_doubt.items()]
 
-    Args:
-        groups: Result of `param_groups`.
-        reasons: Reason or remark of each parameter, by name.
-        num_frozen: Number of frozen parameters that were left out.
-    """
+
+def _table(places: Iterable[Place]) -> str:
+    """Format names, shapes and operator types, with reasons and remarks; matrices first."""
     rows = [("parameter", "shape", "operator type")]
-    counts, entries = Counter[str](), Counter[str]()
-    for group in groups:
-        notes = [
-            f"{key} {group[key]}" for key in ("weight_decay", "muon_lr_factor") if key in group
-        ]
-        for name, parameter in group["params"]:
-            views = group.get("matrix_views", {}).get(name, ())
-            kinds = [view.operator_type for view in views] or [ADAMW]
-            counts.update(kinds)
-            entries["orthogonalized" if views else ADAMW] += parameter.numel()
-            number = f"{len(kinds)} matrices" if len(kinds) > 1 else ""
-            remark = "; ".join(filter(None, [number, reasons[name], *notes]))
-            kind = ", ".join(sort_operator_types(kinds)) + (f" ({remark})" if remark else "")
-            rows.append((name, str(tuple(parameter.shape)), kind))
-    totals = [f"{number:,} entries {kind}" for kind, number in entries.items()]
+    for place in sorted(places, key=lambda place: not place.views):
+        kind = ", ".join(sort_operator_types(view.operator_type for view in place.views)) or ADAMW
+        number = f"{len(place.views)} matrices" if len(place.views) > 1 else ""
+        remark = "; ".join(filter(None, [number, place.reason]))
+        rows.append((place.name, str(place.shape), f"{kind} ({remark})" if remark else kind))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    table = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    summary = ", ".join(f"{counts[kind]} {kind}" for kind in sort_operator_types(counts))
-    totals.append(f"{num_frozen} frozen parameters left out")
-    return "\n".join([*table, "", summary, ", ".join(totals)])
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 def _first_match(patterns: Iterable[str], name: str) -> int:

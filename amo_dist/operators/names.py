@@ -12,89 +12,63 @@ from typing import TypeAlias
 # Each row matches the end of a name, after a dot or from its start, and gives the operator type as
 # a template of `re.Match.expand`, or a reason.
 Table: TypeAlias = "tuple[tuple[str, str], ...]"
-# Ends of the types of matrices with a number for a name.
-NUMBERED = {"1": "gate", "2": "down", "3": "up"}
-ANYWHERE: Table = (
-    # torchtitan's attention, softmax and linear (in_proj_*, whose z gates the output).
-    (r"att(?:ention|n)\.(?:qkv_linear\.)?w([qkvo])\.weight", r"attn_\1"),
-    (r"attention\.w(q|kv)_([ab])\.weight", r"mla_\1_\2"),
-    (r"\w*attn\.in_proj_([qkv]|qkvz?)\.weight", r"attn_\1"),
-    (r"(?:attention\.o_gate|\w*attn\.in_proj_z)\.weight", "attn_gate"),
-    (r"attn\.(?:out_|c_)?proj\.weight", "attn_o"),
-    (r"mlp\.(?:linear_fc1|c_fc)\.weight", "mlp_up"),
-    (r"mlp\.(?:linear_fc2|c_proj)\.weight", "mlp_down"),
-    # torchtitan and Mixtral number the matrices of a feed-forward: see `NUMBERED`.
-    (r"feed_forward\.w([123])\.weight", r"mlp_\1"),
-    (r"(?:inner_)?(shared_)?experts\.(?:\d+\.)?w([123])(?:_E\w+|\.weight)?", r"\1expert_\2"),
-    (r"inner_experts\.mlp1_weight_EGD", "expert_gate_up"),
-    (r"inner_experts\.mlp2_weight_EDF", "expert_down"),
-    (r"eh_proj\.weight", "mtp_proj"),
-    # Llama and models with its names.
-    (r"self_attn\.([qkvo])_proj\.weight", r"attn_\1"),
-    (r"self_attn\.(q|kv)_([ab])_proj(?:_with_mqa)?\.weight", r"mla_\1_\2"),
-    (r"mlp\.(gate|up|down)_proj\.weight", r"mlp_\1"),
+_SUFFIX = r"(?:_?(?:proj(?:s|ection)?|lin(?:ear)?|layer))?"
+# Names in an attention, without the final ``weight``.
+ATTENTION: Table = (
+    (r"\w*(?:qkv|query_key_value|queries_keys_values)(z?)\w*|c_attn", r"attn_qkv\1"),
+    (rf"(?:\w*_)?w?(?:kv|key_value){_SUFFIX}", "attn_kv"),
+    (rf"(?:\w*_)?w?(qk|q|k|v)(?:uery|ey|alue)?{_SUFFIX}", r"attn_\1"),
+    (rf"(?:\w*_)?[wW]?o(?:ut(?:put)?)?{_SUFFIX}|c_proj|dense|proj(?:ection)?", "attn_o"),
+    (r"\w*in_proj_z|o_gate", "attn_gate"),
+    (r"(?:attention|self_attn)\.w?(q|kv)_([ab])(?:_proj)?(?:_with_mqa)?", r"mla_\1_\2"),
 )
-# attention, self_attn, SelfAttention, crossattention, attention.self
-_ATTENTION = r"\w*[aA]tt\w*\.(?:[a-z]+\.)?"
-# Short names, matched inside blocks alone: elsewhere heads, poolers and projectors have them.
-IN_BLOCKS: Table = (
-    (rf"{_ATTENTION}([qkv])(?:uery|ey|alue)?(?:_proj|_lin)?\.weight", r"attn_\1"),
-    (rf"{_ATTENTION}(?:o|Wo|dense|projection|(?:o|out)_proj|out_lin)\.weight", "attn_o"),
-    (r"(?:mixer|temporal_block)\.([qkvo])_proj\.weight", r"attn_\1"),
-    (r"(?:mamba|mixer)\.(in|x|dt|out)_proj[._]weight", r"ssm_\1"),
-    (r"(?:mixer|feed_forward|ffn|mlp_block)\.(gate|up|down)_proj\.weight", r"mlp_\1"),
-    (r"(shared_)?experts?\.(?:\d+\.)?(gate|up|down|gate_up)_proj(?:\.weight)?", r"\1expert_\2"),
-    (r"shared_mlp\.output_linear\.weight", "shared_expert_down"),
-    (r"shared_mlp\.input_linear\.weight", "shared_expert_gate_up"),
-    (r"(?:gate_up_proj|mlp\.(?:Wi|weights_in))\.weight", "mlp_gate_up"),
-    (r"(?:DenseReluDense\.wi_0|fc1_g)\.weight", "mlp_gate"),
-    (r"(?:fc1|fc1_x|fc_in|lin1|linear1|pwconv1|dense_h_to_4h|ffn)\.weight", "mlp_up"),
-    (r"(?:DenseReluDense\.wi(?:_1)?|intermediate(?:_dense|(?:_query)?\.dense))\.weight", "mlp_up"),
-    (r"(?:fc2|fc_out|lin2|linear2|pwconv2|dense_4h_to_h|ffn_output)\.weight", "mlp_down"),
-    (r"(?:DenseReluDense\.wo|mlp\.(?:Wo|weights_out))\.weight", "mlp_down"),
-    (r"output(?:_dense|(?:_query)?\.dense)\.weight", "mlp_down"),
-    (r"downsample\.reduction\.weight", "patch_merge"),
-    (r"layers\.\d+\.linear\.weight", "hybrid_proj"),
-    (
-        rf"{_ATTENTION}(?:(?:c_attn|W?qkv|query_key_value|qkv_proj)\.weight|in_proj_weight)",
-        "attn_qkv",
-    ),
+# Names in a feed-forward, and in experts, whose family takes the place of ``mlp``.
+FEED_FORWARD: Table = (
+    (r"(?:\w*?_)??(gate_up|gate|up|down)_proj", r"mlp_\1"),
+    (r"experts?\.(?:\w*?_)??w?(gate_up|gate|up|down)", r"mlp_\1"),
+    (r"Wi|weights_in|input_linear|mlp1_weight_\w+", "mlp_gate_up"),
+    # torchtitan and Mixtral number the gate, down and up.
+    (r"(?:feed_forward|experts)\.w1(?:_E\w+)?|wi_0|fc1_g", "mlp_gate"),
+    (r"(?:feed_forward|experts)\.w2(?:_E\w+)?|wo|Wo|weights_out|mlp2_weight_\w+", "mlp_down"),
+    (r"(?:feed_forward|experts)\.w3(?:_E\w+)?|wi|wi_1", "mlp_up"),
+    (r"fc1|fc1_x|fc_in|lin1|linear1|pwconv1|dense_h_to_4h|\w*layers\.ffn", "mlp_up"),
+    (r"fc2|fc_out|lin2|linear2|pwconv2|dense_4h_to_h|ffn_output", "mlp_down"),
+    (r"mlp\.(?:c_fc|linear_fc1)", "mlp_up"),
+    (r"mlp\.(?:c_proj|linear_fc2)", "mlp_down"),
+    (r"intermediate(?:_dense|(?:_query)?\.dense)", "mlp_up"),
+    (r"output(?:_dense|_linear|(?:_query)?\.dense)", "mlp_down"),
 )
-# Words that name a part of any attention, or of any expert.
-ATTENTION_WORD = re.compile(
-    r"(?:\w*?_)??w?(qkv|kv|qk|q|k|v|o|query_key_value|queries_keys_values|key_value|query|key|value"
-    r"|out(?:put)?)(?:_?(?:proj(?:s|ection)?|lin(?:ear)?|layer))?"
+# Names anywhere else.
+OTHERS: Table = (
+    (r"(?:mamba|mixer)\.(in|x|dt|out)_proj", r"ssm_\1"),
+    (r"eh_proj", "mtp_proj"),
+    (r"downsample\.reduction", "patch_merge"),
 )
-LETTERS = {"query_key_value": "qkv", "queries_keys_values": "qkv", "key_value": "kv", "query": "q"}
-LETTERS |= {"key": "k", "value": "v", "out": "o", "output": "o"}
-EXPERT_WORD = re.compile(r"(?:\w*_)?(?:w?(gate_up|gate|up|down)(?:_proj)?|w([123]))")
 
+# Paths whose last word or last but one stands in a module that is called an attention.
+_IN_ATTENTION = re.compile(r"att[^.]*\.(?:(?!mlp)\w+\.)?\w+$", re.IGNORECASE)
+
+_TABLE = r"(?:\w*emb(?:ed\w*)?(?:_\w+)?|wte|wpe)"
 # Ends of names that go to AdamW, even for a matrix inside a block, and the reason.
 NO_MATRIX: Table = (
     # PEFT's LoRA, VeRA, AdaLoRA, LoHa, LoKr, IA3, OFT, BOFT, HRA.
     (r"(?:(?:lora|vera|hada|lokr|ia3|oft|boft|hra)_|\w*adapter)\w*(?:\..*)?", "adapter"),
-    (r"\w+\.original0", "magnitude"),
-    (r"relative_attention_bias\.weight|\w*bias_table|rel_pos_\w+", "relative positions"),
-    (r"(?:\w*position_bias|cpb|rel_pos|meta)[._]?mlp\..*", "relative positions"),
-    (r"emb_rel_\w+|(?:relative_position_bias|rel_logits_proj)\.proj", "relative positions"),
+    (r"(?:relative_\w*bias|rel_pos_|rel_log|emb_rel)\w*(\.weight|\.proj)?", "relative positions"),
+    (r"(?:\w*position_bias|cpb|rel_pos|meta)[._]mlp\..*", "relative positions"),
     (r"(?:.*_)?bias(?:es)?(?:_[A-Z]+)?", "bias"),
-    (r"\w*pos_?emb\w*(?:\.\w+)?|\w*tokens?|\w*_pos", "embedding"),
-    (r"(?:\w*embed\w*|wte|wpe)(?:\.proj\w*)?(?:\.weight)?", "embedding"),
-    (
-        r"(?:\w*(?:time|cond|class|label)\w*_emb\w*|emb_layers|\w*t_emb\w*)(?:\.\w+){1,2}",
-        "embedding",
-    ),
-    (r"(?:lm_head|shared_head\.head)\.weight", "head"),
-    (r"\w*hypernetworks?_mlps?\..*", "head"),
+    (rf"{_TABLE}(?:\.(?:proj\w*|linear\w*|\d+))*(?:\.\w+)?|\w*tokens?|\w*_pos", "embedding"),
+    (r"(?:lm_)?head\.weight", "head"),
     (r"\w*router\w*(?:\.[a-z]\w*){0,2}", "router"),
-    (r"(?:moe\.shared_experts\.|block_sparse_moe\.|mlp\.shared_expert_)gate\.weight", "router"),
-    (r"\w*attn\.in_proj_(?:[ab]|ba)\.weight", "one row per head"),
+    (r"(?:moe\.shared_experts\.|shared_expert_)gate\.weight", "router"),
+    (r"\w*in_proj_ba\.weight", "one row per head"),
     (r"A_log|D", "state-space table"),
     (r"\w*_hc\.fn", "table"),
 )
-# Names of heads and of embeddings outside of blocks.
-HEADS = r"(?:\w*head|output|classifier|score|logits)(?:\.\w+)?\.weight"
-EMBEDDINGS = r"(?:.*\.)?\w*emb(?:ed\w*)?(?:_\w+)?\..*"
+# Those outside of blocks alone.
+NO_MATRIX_OUTSIDE: Table = (
+    (rf"{_TABLE}\..*", "embedding"),
+    (r"(?:\w*head\w*|fc|output|classifier|score|logits)(?:\.\w+)?\.weight", "head"),
+)
 
 
 def ends_in(name: str, tail: str) -> re.Match[str] | None:
@@ -102,10 +76,21 @@ def ends_in(name: str, tail: str) -> re.Match[str] | None:
     return re.fullmatch(rf"(?:.*\.)?(?:{tail})", name)
 
 
-def known_type(name: str, *, in_block: bool) -> str | None:
-    """Look up the operator type of a name."""
-    for tail, template in ANYWHERE + IN_BLOCKS * in_block:
-        if match := ends_in(name, tail):
-            family, _, part = match.expand(template).rpartition("_")
-            return f"{family}_{NUMBERED.get(part, part)}"
+def known_type(name: str, *, in_attention: bool) -> str | None:
+    """Look up the operator type of a matrix of a block.
+
+    Args:
+        name: Name of the parameter.
+        in_attention: Whether an attention is around it, perhaps with a feed-forward between.
+    """
+    parts = name.removesuffix("_weight").split(".")
+    path = ".".join(p for p in parts if not p.isdigit() and p not in ("weight", "linear"))
+    rows = OTHERS + FEED_FORWARD + ATTENTION * in_attention
+    if _IN_ATTENTION.search(path):
+        rows = OTHERS + ATTENTION
+    family = "shared_expert_" if re.search("shared_(?:expert|mlp)", name) else "expert_"
+    for tail, template in rows:
+        if match := ends_in(path, tail):
+            kind = match.expand(template)
+            return kind.replace("mlp_", family) if re.search("expert|shared_mlp", name) else kind
     return None

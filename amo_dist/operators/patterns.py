@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TypeAlias
 
 from amo_dist.config import require
@@ -13,36 +13,28 @@ from amo_dist.operators.views import ADAMW, Fused, check_operator_type
 Target: TypeAlias = "str | Fused | None"
 # Regular expression over cleaned names -> operator type, ``"adamw"`` or ``None``, or `Fused`.
 Patterns: TypeAlias = Mapping[str, Target]
-# Shapes of parameters by cleaned name.
-Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 
 # Modules that wrappers add around another: torch.compile, activation checkpointing, FSDP,
 # Lightning Fabric, PEFT's layers.
-WRAPPERS: tuple[str, ...] = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-WRAPPERS += ("_forward_module", "base_layer")
-# Parametrizations, too, whose weight_norm keeps the direction in ``original1`` and the magnitude in
-# ``original0``.
+WRAPPER = re.compile(r"_orig_mod|_(?:checkpoint|fsdp)_wrapped_module|_forward_module|base_layer")
+# PEFT's copies of whole modules, and parametrizations, whose weight_norm keeps the direction in
+# ``original1`` and the magnitude in ``original0``.
 _ADDED = re.compile(
-    rf"(?:{'|'.join(WRAPPERS)})\.|parametrizations\.(?=\w+\.original)|(?<=\w)\.original1?$"
+    rf"(?:{WRAPPER.pattern}|modules_to_save\.\w+)\."
+    r"|parametrizations\.(?=\w+\.original)|(?<=\w)\.original1?$"
 )
-# Names of raw tensors that are weights.
+# Names of weights, and of embeddings and heads.
 _WEIGHT = re.compile(r"(?:.*\.)?(?:w|w_\w+|\w*(?:weight|proj|kernel|matrix))")
-# PEFT's copies of whole modules, one for each adapter.
-_COPIES = re.compile(r"modules_to_save\.\w+\.")
+_TABLE = re.compile(r"emb|head|classifier|output\.w")
 
 
-def clean_name(name: str, *, keeps_copies: bool = False) -> str:
+def clean_name(name: str) -> str:
     """Remove the components that wrappers add to a name.
 
     Those of ``torch.compile``, activation checkpointing, FSDP, Fabric, PEFT and parametrizations go
     wherever they stand, the ``module.`` of DDP at the start.
-
-    Args:
-        name: Name as PyTorch gives it.
-        keeps_copies: Keep the names of adapters for which PEFT copies a module.
     """
-    name = _ADDED.sub("", name)
-    return (name if keeps_copies else _COPIES.sub("", name)).removeprefix("module.")
+    return _ADDED.sub("", name).removeprefix("module.")
 
 
 def check_patterns(patterns: Patterns | None) -> Patterns:
@@ -51,27 +43,37 @@ def check_patterns(patterns: Patterns | None) -> Patterns:
     Raises:
         ValueError: An expression is malformed, or a value has another type than `Patterns` allows.
     """
-    checked = dict(patterns or {})
+    checked = {
+        pattern: None if str(target).casefold() == ADAMW else target
+        for pattern, target in (patterns or {}).items()
+    }
     check_expressions("patterns", checked)
     for pattern, target in checked.items():
         is_valid = target is None or isinstance(target, (str, Fused))
         expected = "an operator type, 'adamw', None or Fused"
         require(is_valid, f"patterns[{pattern!r}]", target, expected)
-        if isinstance(target, str) and target.casefold() == ADAMW:
-            checked[pattern] = None
-        elif isinstance(target, str):
+        if isinstance(target, str):
             check_operator_type(target)
     return checked
 
 
-def check_expressions(field: str, patterns: Iterable[str]) -> None:
-    """Raise ``ValueError`` with the field of a malformed regular expression."""
-    for pattern in patterns:
+def check_expressions(
+    field: str, expressions: Iterable[str], names: Collection[str] | None = None
+) -> None:
+    """Refuse malformed regular expressions, and those that match none of the names.
+
+    Raises:
+        ValueError: With the field and the expression.
+    """
+    for expression in expressions:
         try:
-            re.compile(pattern)
+            pattern = re.compile(expression)
         except re.error as error:
             expected = f"expected a regular expression ({error})"
-            raise ValueError(f"{field}: found {pattern!r}, {expected}") from error
+            raise ValueError(f"{field}: found {expression!r}, {expected}") from error
+        value = f"{expression!r}, which matches no parameter"
+        expected = "one that matches a whole name (a tied parameter's first), or allow_unused=True"
+        require(names is None or any(map(pattern.fullmatch, names)), field, value, expected)
 
 
 def own_words(name: str) -> str:
@@ -80,46 +82,31 @@ def own_words(name: str) -> str:
     return re.sub(r"\W+", "_", "_".join(parts[-2:])).lower() or "matrix"
 
 
-def format_patterns(
-    shapes: Shapes, others: Iterable[str] = (), *, of_raw_tensors: bool = False
-) -> str:
+def format_patterns(shapes: Mapping[str, tuple[int, ...]], others: Iterable[str] = ()) -> str:
     """Write patterns as Python, with the count and the shapes of each one's matches.
 
     A line after them says which values a pattern may have. Two dims (and four, of a convolution)
-    become a matrix, but not tables and heads by their names. Of raw tensors only those with a
-    weight's name do: others are often tables, which AdamW trains.
+    become a matrix if the name is a weight's: other raw tensors are often tables, which AdamW
+    trains, like embeddings and heads.
 
     Args:
         shapes: Shapes of the parameters that need a pattern.
         others: Names that no pattern may match.
-        of_raw_tensors: Whether no parameter belongs to a linear module or a convolution.
     """
-    kinds, alike = dict[str, str](), defaultdict[tuple[str, str], list[str]](list)
+    names_by_kind = defaultdict[tuple[str, str], list[str]](list)
     for name, shape in shapes.items():
-        is_matrix = len(shape) in (2, 4) and not re.search(r"emb|head|classifier|output\.w", name)
-        if of_raw_tensors:
-            is_matrix = len(shape) == 2 and _WEIGHT.fullmatch(name) is not None
-        kinds[name] = own_words(name) if is_matrix else ADAMW
-        alike[re.sub(r"\b\d+\b", "0", name), kinds[name]].append(name)
+        is_matrix = len(shape) in (2, 4) and _WEIGHT.fullmatch(name) and not _TABLE.search(name)
+        kind = own_words(name) if is_matrix else ADAMW
+        names_by_kind[re.sub(r"\b\d+\b", "0", name), kind].append(name)
     lines = []
-    for (_, kind), names in alike.items():
-        strangers = {*others, *(name for name in shapes if kinds[name] != kind)} - {*names}
+    for (_, kind), names in names_by_kind.items():
+        parts = (r"\d+" if part.isdigit() else re.escape(part) for part in names[0].split("."))
+        expression = r"\.".join(parts)
+        strangers = {*others, *shapes} - {*names}
+        if any(re.fullmatch(expression, stranger) for stranger in strangers):
+            expression = "|".join(map(re.escape, names))
         sizes = ", ".join(dict.fromkeys(str(shapes[name]) for name in names))
-        expression = _expression(names, strangers)
         lines.append(f'    r"{expression}": "{kind}",  # {len(names)} of {sizes}')
     remark = "A value is an operator type of any name (its matrices share a schedule), 'adamw', or "
     remark += "amo_dist.Fused(...) for several matrices side by side."
     return "\n".join(["patterns = {", *lines, "}", remark])
-
-
-def _expression(names: list[str], strangers: Iterable[str]) -> str:
-    """Write an expression that matches names alike but for numbers, and no stranger."""
-    columns = [*zip(*(name.split(".") for name in names), strict=True)]
-    escaped = [[*dict.fromkeys(map(re.escape, column))] for column in columns]
-    any_number = [r"\d+" if column[0].isdigit() else column[0] for column in escaped]
-    these = [f"(?:{'|'.join(column)})" if len(column) > 1 else column[0] for column in escaped]
-    for parts in (any_number, these):
-        expression = re.compile(r"\.".join(parts))
-        if not any(map(expression.fullmatch, strangers)):
-            return expression.pattern
-    return "|".join(map(re.escape, names))

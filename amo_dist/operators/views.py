@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -68,10 +69,9 @@ class Fused:
 
     def __post_init__(self) -> None:
         is_pairs = isinstance(self.parts, (tuple, list)) and all(map(_is_part, self.parts))
-        expected = "pairs (operator type, integer size), at least one"
-        require(is_pairs and len(self.parts) > 0, "Fused.parts", repr(self.parts), expected)
-        types = [operator_type for operator_type, _ in self.parts]
-        require(len(set(types)) == len(types), "Fused.parts", types, "distinct operator types")
+        types = [operator_type for operator_type, _ in self.parts] if is_pairs else []
+        expected = "pairs (operator type, integer size), at least one, of distinct types"
+        require(0 < len(types) == len(set(types)), "Fused.parts", repr(self.parts), expected)
         for operator_type in types:
             check_operator_type(operator_type)
         is_dim = type(self.dim) is int and self.dim in (0, 1)
@@ -96,7 +96,6 @@ def cut_views(
     name: str,
     shape: tuple[int, ...],
     target: str | Fused,
-    *,
     is_convolution: bool = False,
     output_dim: int = 0,
 ) -> tuple[MatrixView, ...]:
@@ -141,21 +140,20 @@ def _fused_views(name: str, whole: Box, fused: Fused) -> list[MatrixView]:
     require(total == whole[fused.dim][1], name, f"{fused.parts} = {total}", expected)
     views, offset = [], 0
     for operator_type, size in fused.parts:
-        share, stride = size // fused.groups, total // fused.groups
-        num_heads = fused.heads.get(operator_type, 1)
-        for head in range(num_heads):
-            start, stop = head * size // num_heads, (head + 1) * size // num_heads
-            # The head's overlap with each group, counted within the part, and the distance from
-            # there to its place in the parameter.
-            overlaps = [
-                (max(start, g * share), min(stop, (g + 1) * share), g * (stride - share) + offset)
-                for g in range(fused.groups)
-            ]
-            ranges = [(low + shift, high + shift) for low, high, shift in overlaps if low < high]
+        share, rows = size // fused.groups, size // fused.heads.get(operator_type, 1)
+        # Pieces that neither a group nor a head divides further, in the order of the part.
+        length = math.gcd(share, rows)
+        starts = [
+            group * (total // fused.groups) + offset + start
+            for group in range(fused.groups)
+            for start in range(0, share, length)
+        ]
+        for head in range(size // rows):
+            own = starts[head * rows // length : (head + 1) * rows // length]
+            ranges = [(start, start + length) for start in own]
             boxes = tuple((r, whole[1]) if fused.dim == 0 else (whole[0], r) for r in ranges)
-            number = f".{head}" if operator_type in fused.heads else ""
-            suffix = f"[{operator_type}{number}]"
-            views.append(MatrixView(suffix, operator_type, boxes, fused.dim))
+            suffix = f".{head}]" if operator_type in fused.heads else "]"
+            views.append(MatrixView(f"[{operator_type}{suffix}", operator_type, boxes, fused.dim))
         offset += share
     return views
 

@@ -95,7 +95,7 @@ def qk_clip_(
     parts = [model] if isinstance(model, nn.Module) else model
     logits = {clean_name(name): values for name, values in max_logits.items()}
     modules = {clean_name(name): module for part in parts for name, module in part.named_modules()}
-    places = {place.name: place for place in read_tree(parts)}
+    places = {place.name: place for place in read_tree(model)}
     decide([*places.values()], check_patterns(patterns))
     attentions = [
         _attention(name, modules.get(name, nn.Module()), places, per_head) for name in logits
@@ -128,7 +128,7 @@ def _attention(
             continue
         target = by_head(place, per_head)
         if per_head is True and heads_of(place).query:
-            rotary = heads_of(place).rotary
+            rotary = heads_of(place).query - heads_of(place).key
         if not isinstance(target, Fused) or not {*_QUERIES, *_KEYS} & target.heads.keys():
             continue
         counts.update(target.heads)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from amo_dist.operators.parts import in_heads
+from amo_dist.operators.parts import IN_HEADS
 from amo_dist.operators.views import MatrixView
 from tests.titan.test_models import build
 from torchtitan_ext.plugin.optimizers import MuonSection, OptimizersContainer, groups_of
@@ -33,13 +33,12 @@ def check(model: nn.Module, types: Counter[str], by_adamw: set[str]) -> None:
     assert by_adamw == {name for name, parameter in adamw["params"] if parameter.dim() > 1}
     by_head = OptimizersContainer.Config(name="Muon", muon=MuonSection(per_head=True))
     apart, _ = groups_of([model], by_head)
-    divided = {
-        name: views for name, views in apart["matrix_views"].items() if in_heads(types_in(views)[0])
-    }
+    views_by_name = apart["matrix_views"].items()
+    divided = {name: views for name, views in views_by_name if types_in(views)[0] in IN_HEADS}
     assert divided
     for name, views in divided.items():
         # Each attention has two heads of each at least.
-        counts = Counter(filter(in_heads, types_in(views)))
+        counts = Counter(kind for kind in types_in(views) if kind in IN_HEADS)
         assert min(counts.values()) > 1, name
 
 

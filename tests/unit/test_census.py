@@ -26,7 +26,7 @@ SAMPLE = (
 )
 # Why a tensor of a block goes to AdamW.
 REASONS = {
-    *("adapter", "bias", "complex", "embedding", "head", "magnitude", "one row per head"),
+    *("adapter", "bias", "complex", "embedding", "head", "one row per head"),
     *("relative positions", "router", "state-space table", "table", "1-D"),
 }
 

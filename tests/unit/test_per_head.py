@@ -32,8 +32,7 @@ def counts(model: nn.Module, **options: Any) -> dict[str, int]:
     "sizes",
     [
         {"head_dim": 3},
-        {"attention_head_size": 3},
-        {"num_heads": 4, "embed_dim": 12},
+        {"num_heads": 4},
         {"config": SimpleNamespace(head_dim=None, hidden_size=12, num_attention_heads=4)},
         {"config": {"n_embd": 12, "n_head": 4}},
         # What the module says goes before what the configuration says.

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from amo_dist import Fused, param_groups
 from amo_dist.operators.views import MatrixView
@@ -99,18 +99,17 @@ def test_lists_of_linear_modules_and_heads_are_no_blocks() -> None:
     assert {name.split(".")[0] for name in types_of(model)} == {"trunk"}
 
 
-def test_models_in_a_list_are_no_blocks() -> None:
+def test_the_ends_of_models_in_a_dictionary_are_no_matrices() -> None:
     def model() -> nn.Module:
         whole = Other()
         whole.table, whole.head = nn.Embedding(50, D), nn.Linear(D, 50)
-        whole.trunk = nn.ModuleList([Block(), Block()])
         return whole
 
     types = types_of(nn.ModuleDict({"student": model(), "teacher": model()}))
-    assert {name.split(".")[1] for name in types} == {"trunk"}
+    assert {name.split(".")[1] for name in types} == {"mix", "think"}
 
 
-class Experts(nn.Module):
+class Mixture(nn.Module):
     """A mixture whose experts' matrices are stacked, behind a router that is a raw tensor."""
 
     def __init__(self) -> None:
@@ -134,7 +133,7 @@ class ListOfExperts(nn.Module):
 @pytest.mark.parametrize(
     ("make", "router", "matrices"),
     [
-        (Experts, "gate", 2 * E),
+        (Mixture, "gate", 2 * E),
         (ListOfExperts, "chooser.0.weight", 2 * E + 1),
         (lambda: ListOfExperts(1), "chooser.0.weight", 2 * E + 1),
     ],
@@ -148,34 +147,17 @@ def test_experts_are_matrices_and_their_router_is_none(
     assert sum(len(own) for own in views.values()) == 2 * (matrices + 2)
     rest = {n for g in param_groups(model) if g["algorithm"] == "adamw" for n, _ in g["params"]}
     assert f"trunk.0.moe.{router}" in rest
-    if make is Experts:
+    if make is Mixture:
         assert {name.rpartition(".")[2] for name in rest} == {"gate", "shifts"}
 
 
-def test_stacks_without_a_router_are_matrices_if_one_leads_back() -> None:
-    experts = Experts()
-    del experts.gate
-    types = types_of(of_blocks(experts))
-    assert {name for name in types if "own" in name} == {
-        *("trunk.0.own.w_rise", "trunk.0.own.w_fall")
-    }
-    # Square ones may as well be gates of a recurrence, (heads, m, m).
-    experts.w_rise = experts.w_fall = nn.Parameter(torch.randn(E, D, D))
+@pytest.mark.parametrize("shapes", [[(E, H, D), (E, D, H)], [(E * H, D), (E * H, D)]])
+def test_matrices_of_nobody_s_experts_are_an_error(shapes: list[tuple[int, ...]]) -> None:
+    """Without a router, or one below the other, as OLMo-core stores them."""
+    own = nn.Module()
+    own.w_rise, own.w_fall = (nn.Parameter(torch.randn(shape)) for shape in shapes)
     with pytest.raises(ValueError, match="w_rise"):
-        param_groups(of_blocks(experts))
-
-
-def test_experts_one_below_the_other() -> None:
-    """OLMo-core stores (E * m, n)."""
-    model = nn.Module()
-    mlp = nn.Module()
-    vars(mlp).update(num_experts=E)
-    mlp.w1 = nn.Parameter(torch.randn(E * H, D))
-    mlp.w2 = nn.Parameter(torch.randn(E * H, D))
-    model.blocks = nn.ModuleDict({"0": nn.ModuleDict({"experts": mlp})})
-    views = views_of(model)["blocks.0.experts.w1"]
-    assert [view.operator_type for view in views] == ["expert_gate"] * E
-    assert [view.boxes for view in views][1] == (((H, 2 * H), (0, D)),)
+        param_groups(nn.ModuleDict({"layers": nn.ModuleList([own])}))
 
 
 @pytest.mark.parametrize("is_transposed", [False, True])
@@ -264,7 +246,7 @@ def test_packed_queries_keys_and_values(
     ("rows", "back", "fields", "expected"),
     [
         (2 * 32, (32, 32), {}, "k32 v32"),
-        (16 + 32, (32, 32), {}, "k16 v32"),  # keys of fewer rows than values
+        (16 + 32, (32, 32), {}, ""),  # keys of fewer rows than values
         (2 * 16, (32, 48), {"head_dim": 8, "num_kv_heads": 2}, "k16 v16"),
         (2 * 16, (), {"head_dim": 8, "num_kv_heads": 2}, "k16 v16"),
         (16, (), {"head_dim": 16}, ""),  # DeepSeek V4: one head, for keys and values both
@@ -329,7 +311,7 @@ def test_packed_gate_and_up(make: Callable[[], nn.Module], name: str, expected: 
 
 
 def test_packed_gate_and_up_of_experts() -> None:
-    experts = Experts()
+    experts = Mixture()
     experts.w_rise = nn.Parameter(torch.randn(E, 2 * H, D))
     views = views_of(of_blocks(experts))["trunk.0.own.w_rise"]
     assert [view.operator_type for view in views[:2]] == ["expert_gate", "expert_up"]
@@ -353,34 +335,17 @@ def test_what_is_no_matrix_inside_a_block() -> None:
     assert [name for name in types_of(model) if "own" in name] == ["trunk.0.own.q.weight"]
 
 
-def test_heads_inside_blocks_have_labels_as_rows() -> None:
-    module = nn.ModuleDict({"scores": Map(D, 21), "wide": Map(D, 77), "map": Map(D, 50)})
-    model = of_blocks(module)
-    vars(model).update(num_classes=21, vocab_size=50)
-    model.head = Map(D, 50)
-    names = [name for name in types_of(model) if "own" in name]
-    assert names == ["trunk.0.own.wide.weight", "trunk.0.own.map.weight"]
-    # A matrix as wide as there are labels, whose outputs another reads, is no head.
-    module["next"] = Map(21, D)
-    assert "trunk.0.own.scores.weight" in types_of(model)
-
-
 def test_heads_of_own_names_are_divided_where_a_module_says_their_number() -> None:
     model = of_blocks(attention(c_q=(32, D), c_k=(16, D), c_v=(16, D), c_proj=(D, 32)))
     counts = {n: len(v) for n, v in views_of(model, per_head=True).items() if "own" in n}
     assert [*counts.values()] == [4, 2, 2, 1]
 
 
-def test_a_pattern_that_per_head_cannot_divide_is_said(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("target", ["attn_c_q", Fused((("mine", 32),), heads={"mine": 4})])
+def test_types_of_own_names_are_divided_by_head(target: Any) -> None:
     model = of_blocks(attention(c_q=(32, D), c_proj=(D, 32)))
-    patterns: dict[str, Any] = {r".*c_q\.weight": "attn_c_q"}
-    assert len(views_of(model, per_head=True, patterns=patterns)["trunk.0.own.c_q.weight"]) == 1
-    assert "per_head divides the types attn_q" in caplog.text
-    assert "trunk.N.own.c_q.weight" in caplog.text
-    caplog.clear()
-    patterns = {r".*c_q\.weight": Fused((("mine", 32),), heads={"mine": 4})}
-    assert len(views_of(model, per_head=True, patterns=patterns)["trunk.0.own.c_q.weight"]) == 4
-    assert "per_head" not in caplog.text
+    views = views_of(model, per_head=True, patterns={r".*c_q\.weight": target})
+    assert len(views["trunk.0.own.c_q.weight"]) == 4
 
 
 class Doubtful(nn.Module):
@@ -389,7 +354,7 @@ class Doubtful(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(50, D)
-        moe = nn.ModuleDict({"own": Experts()})
+        moe = nn.ModuleDict({"own": Mixture()})
         moe.__class__ = Block  # type: ignore[assignment]
         odd = attention(abc_qkv=(7 * D, D), back=(D, D))
         packed = attention(qkv=(3 * D, D), back=(D, D))
@@ -410,7 +375,7 @@ def test_what_was_decided_is_said(caplog: pytest.LogCaptureFixture) -> None:
     share = round(100 * matrices / (matrices + (E + 6) * D))
     assert line == (
         f"{2 * E + 1 + 1 + 3 + 1} matrices, {share}% of the entries of blocks; AdamW: embedding, "
-        "router, table, outside of any block, vector, head"
+        "router, table, outside of any block, vector, head; 0 frozen parameters left out"
     )
     (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     for words in (
@@ -457,16 +422,6 @@ def test_what_wrappers_add_is_no_level_and_no_name(wrap: str) -> None:
         assert types_of(model) == types_of(plain)
 
 
-def test_copies_of_two_adapters_keep_their_names() -> None:
-    model = nn.Module()
-    model.layers = nn.ModuleList([Block()])
-    model.layers[0].q = nn.Module()
-    copies = {name: Map(D, D) for name in ("default", "second")}
-    model.layers[0].q.modules_to_save = nn.ModuleDict(copies)
-    names = [name for name in types_of(model) if ".q." in name]
-    assert names == ["layers.0.q.weight", "layers.0.q.modules_to_save.second.weight"]
-
-
 def test_nothing_goes_to_adamw_without_a_reason() -> None:
     table: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
@@ -477,35 +432,14 @@ def test_nothing_goes_to_adamw_without_a_reason() -> None:
     assert all(re.search(r"adamw \([a-zA-Z0-9-][\w -]+\)$", line) for line in rows)
 
 
-def no_decay_of(model: Any) -> set[str]:
+def test_no_decay_spares_tables_and_what_an_attribute_names() -> None:
+    model = nn.Module()
+    model.cls_token, model.other = (nn.Parameter(torch.randn(9, D)) for _ in range(2))
+    model.trunk = nn.ModuleList([Block(), Block()])
+    for name in ("scale", "decay"):
+        model.trunk[0].register_parameter(name, nn.Parameter(torch.randn(6, D)))
+    vars(model.other)["_no_weight_decay"] = True  # Mamba's
     groups = param_groups(model, no_decay=True)
-    return {n for g in groups if g.get("weight_decay") == 0 for n, _ in g["params"]}
-
-
-class Convention(nn.Module):
-    """timm's method and Mamba's attribute, beside a table that neither names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cls_token = nn.Parameter(torch.randn(1, 1, D))
-        self.grid = nn.Parameter(torch.randn(9, D))
-        self.other = nn.Parameter(torch.randn(9, D))
-        self.trunk = nn.ModuleList([Block(), Block()])
-        self.trunk[0].decay = nn.Parameter(torch.randn(6, D))
-        self.trunk[0].decay._no_weight_decay = True  # type: ignore[attr-defined]
-
-    def no_weight_decay(self) -> set[str]:
-        return {"cls_token", "grid"}
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x
-
-
-def test_no_decay_honours_what_modules_ask_for() -> None:
-    names = no_decay_of(Convention())
-    assert {"cls_token", "grid", "trunk.0.decay"} <= names
-    assert "other" not in names
-    # Inside another model, and wrapped.
-    outer = nn.ModuleDict({"vision": Convention()})
-    assert {"vision.cls_token", "vision.grid"} <= no_decay_of(outer)
-    assert "grid" in no_decay_of(torch.compile(Convention()))
+    names = {n for g in groups if g.get("weight_decay") == 0 for n, _ in g["params"]}
+    norms = {f"trunk.{n}.norm.{field}" for n in range(2) for field in ("weight", "bias")}
+    assert names == {"cls_token", "other", "trunk.0.scale", "trunk.0.decay", *norms}

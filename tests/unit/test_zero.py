@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from amo_dist.operators.groups import _cut
+from amo_dist.operators.parts import cut
 from amo_dist.operators.tree import Place
 from amo_dist.operators.views import Fused
 from tests.census import decided
@@ -95,7 +95,7 @@ def set_parts(places: Iterable[Place], ends: tuple[str, ...], value: float) -> b
     """Fill the matrices whose types end so with noise of a size; whether there were any."""
     was_set = False
     for place in places:
-        for view in _cut(place, False) or ():
+        for view in cut(place, False):
             for box in view.boxes or (tuple((0, size) for size in place.shape),):
                 if view.operator_type.endswith(ends):
                     part = place.parameter[tuple(slice(*interval) for interval in box)]
