@@ -20,7 +20,6 @@ MODEL, OPTIMIZER = "model.safetensors", "optimizer.pt"
 
 # What of the last checkpoint is compared, and the packages that the recipe needs.
 SAVED: dict[str, tuple[str, ...]] = {
-    "plain.py": ("plain.pt",),
     "ddp.py": ("ddp.pt",),
     "accelerate_ddp.py": (f"accelerate_ddp_saved/{MODEL}", "accelerate_ddp_saved/optimizer.bin"),
     "accelerate_fsdp2.py": (
@@ -35,8 +34,7 @@ SAVED: dict[str, tuple[str, ...]] = {
     "fabric_fsdp2.py": ("fabric_fsdp2_saved",),
 }
 NEEDS = ("accelerate", "lightning", "peft", "transformers")
-"""The extra ``recipes``; plain loops need the last alone."""
-PLAIN = ("plain.py", "ddp.py")
+"""The extra ``recipes``; the loop under DDP needs the last alone."""
 TRAINERS = ("trainer.py", "peft_lora.py")
 """They keep a checkpoint of every epoch, in a folder of its own."""
 ON_TWO_RANKS = ["torchrun", "--standalone", "--nproc-per-node", "2"]
@@ -56,7 +54,7 @@ def phases(printed: str) -> list[tuple[str, str]]:
 
 def prepare(name: str, folder: Path) -> list[str]:
     """Write a recipe into a folder, and return its command without the number of epochs."""
-    for package in NEEDS[-1:] if name in PLAIN else NEEDS:
+    for package in NEEDS[-1:] if name == "ddp.py" else NEEDS:
         pytest.importorskip(package)
     folder.mkdir()
     (small,) = [text for text in blocks([PAGE]) if "epochs = int(sys.argv[1])" in text]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
@@ -14,6 +15,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from amo_dist.compat import disable_dynamo
@@ -181,6 +183,22 @@ class Muon(torch.optim.Optimizer):
         if len(self._engine.membership.ranks) == 1:
             self._check_matrices(len(self._engine.parameters.matrices))
         self._engine.make_state(self.state)
+
+    @classmethod
+    def for_trainer(cls) -> Callable[..., Muon]:
+        """Have the ``Trainer`` of transformers make the optimizer, for the model that it trains.
+
+        ``Trainer(..., optimizer_cls_and_kwargs=(Muon.for_trainer, {"lr": 2e-3}))``, from version
+        5.2 on. This is the way under FSDP, where ``Trainer`` refuses ``optimizers``, and for a
+        model that it loads by name. It reads neither ``learning_rate`` nor ``weight_decay`` of
+        ``TrainingArguments``. Earlier versions do not pass the model: write
+        ``(Muon, {"model": model, "lr": 2e-3})``.
+
+        Returns:
+            The class, with all ranks as its ``process_group`` unless the caller passes another,
+            since the plain tensors of these trainers are replicas.
+        """
+        return functools.partial(cls, process_group=dist.group.WORLD)
 
     def _count(self) -> None:
         """Number this optimizer among those that the process has made over the same ranks."""
