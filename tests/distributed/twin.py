@@ -29,7 +29,7 @@ PATTERNS = {
     r".*\.conv\.weight": "conv",
 }
 NORMED = {"AdaMuon": AdaMuonOracle, "NorMuon": NorMuonOracle}
-"""Twins of optimizers that scale updates themselves."""
+"""Twins of optimizers whose updates have a fixed norm."""
 
 
 def gradient(step: int, name: str, shape: tuple[int, ...]) -> Tensor:
