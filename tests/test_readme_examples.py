@@ -52,6 +52,7 @@ CHECKS: dict[str, Callable[[str], bool]] = {
     "fsdp2.py": lambda text: on_both_ranks(text, "20", "locked"),
     "ddp.py": lambda text: on_both_ranks(text, "12", "locked"),
     "three_optimizers.py": lambda text: text == "3\n",
+    "by_group.py": lambda text: text == "3 [(0.8, 0.95), (0.8, 0.96), (0.8, 0.995), (0.9, 0.95)]\n",
     "rates.py": lambda text: text == "3 [0.02, 0.0003]\n",
     "huggingface.py": lambda text: (
         text.endswith("\n12 locked\n") and "muon_lr_factor 0.5" in text and "decay 0.0" in text

@@ -47,7 +47,7 @@ def batches(results: Sequence[Tensor], pieces: Sequence[Piece]) -> list[Batch]:
 
 
 class FixedNormRule(UpdateRule):
-    """A rule whose updates have the Frobenius norm ``update_scale * sqrt(m n)``."""
+    """A rule whose updates have the Frobenius norm of orthogonal ones, ``sqrt(min(m, n))``."""
 
     sum_dtype = torch.int64
 
@@ -81,19 +81,13 @@ class FixedNormRule(UpdateRule):
                 shares[index] = share
         totals = allsum(shares)
         scaled: list[Tensor] = [update.new_empty(0) for update in updates[:1]] * num_pieces
-        for update, num_bits, count, (_, _, indices) in zip(
-            updates, bits, counts, alike, strict=True
-        ):
+        for update, num_bits, (_, piece, indices) in zip(updates, bits, alike, strict=True):
             total = torch.cat([totals[index] for index in indices])
-            target = self.config.update_factor * math.sqrt(count)
+            target = math.sqrt(min(piece.matrix.shape))
             update.mul_(norm_factor(total, num_bits, target).view(-1, 1, 1))
             for index, part in zip(indices, update.unbind(), strict=True):
                 scaled[index] = part
         return scaled
-
-    def scale(self, shape: tuple[int, int]) -> float:
-        """One: `post` has scaled the update."""
-        return 1.0
 
 
 class AdaMuonRule(FixedNormRule):
@@ -104,7 +98,7 @@ class AdaMuonRule(FixedNormRule):
         O = orthogonalize(sign(M))
         V <- momentum * V + (1 - momentum) * O * O
         N = O / (sqrt(V) + 1e-8)
-        U = N * update_scale * sqrt(m * n) / ||N||_F
+        U = N * sqrt(min(m, n)) / ||N||_F
     """
 
     def state(self, param: Param) -> dict[str, Tensor]:
@@ -123,7 +117,7 @@ class AdaMuonRule(FixedNormRule):
     def post(
         self, results: Sequence[Tensor], pieces: Sequence[Piece], allsum: AllSum
     ) -> Sequence[Tensor]:
-        """``O / (sqrt(V) + EPS)``, scaled to the Frobenius norm ``update_scale * sqrt(m n)``."""
+        """``O / (sqrt(V) + EPS)``, scaled to the Frobenius norm ``sqrt(min(m, n))``."""
         alike = batches(results, pieces)
         updates, decays = [], [float(piece.group["momentum"]) for _, piece, _ in alike]
         for (wide, _, indices), decay in zip(alike, decays, strict=True):
@@ -141,10 +135,10 @@ class AdaMuon(Muon):
 
     ``B <- momentum * B + G``; ``O = orthogonalize(sign(G + momentum * B))`` with five steps of the
     ``kj`` table; ``V <- momentum * V + (1 - momentum) * O * O``; the update is ``O / (sqrt(V) +
-    1e-8)``, scaled to the Frobenius norm ``update_scale * sqrt(m n)``. That norm is one of the
-    whole matrix: each rank sums the squares of its pieces, and one all-reduce per step (for each
-    set of ranks that shares parameters) adds them up, in integers: sharded training equals that of
-    whole matrices bit for bit.
+    1e-8)``, scaled to the norm of an orthogonal matrix, and then by ``adjust_lr`` as that of
+    `Muon`. That norm is one of the whole matrix: each rank sums the squares of its pieces, and one
+    all-reduce per step (for each set of ranks that shares parameters) adds them up, in integers:
+    sharded training equals that of whole matrices bit for bit.
 
     State: beside that of `Muon`, ``second_moment`` for matrices, float32, with the placements of
     the parameter; two values per element in all, as with AdamW.

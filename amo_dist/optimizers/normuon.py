@@ -33,7 +33,7 @@ class NorMuonRule(FixedNormRule):
 
         v_i <- beta2 * v_i + (1 - beta2) * mean_j O_ij^2
         V_ij = O_ij / (sqrt(v_i) + 1e-8)
-        U = V * update_scale * sqrt(m * n) / ||V||_F
+        U = V * sqrt(min(m, n)) / ||V||_F
     """
 
     defaults = MappingProxyType({"beta2": 0.95})
@@ -54,7 +54,7 @@ class NorMuonRule(FixedNormRule):
     def post(
         self, results: Sequence[Tensor], pieces: Sequence[Piece], allsum: AllSum
     ) -> Sequence[Tensor]:
-        """``O / (sqrt(v) + EPS)``, scaled to the Frobenius norm ``update_scale * sqrt(m n)``."""
+        """``O / (sqrt(v) + EPS)``, scaled to the Frobenius norm ``sqrt(min(m, n))``."""
         alike = batches(results, pieces)
         # Beyond this bound, which no orthogonal matrix reaches, sums of squares would leave int64.
         updates = [x.clamp_(-LARGEST, LARGEST) for x, _, _ in alike]
@@ -122,7 +122,7 @@ class NorMuon(Muon):
 
     ``O = orthogonalize(M)`` as `Muon`; for each neuron i (a row of ``nn.Linear``'s weight) ``v_i <-
     beta2 * v_i + (1 - beta2) * mean_j O_ij^2``; the update is ``O_ij / (sqrt(v_i) + 1e-8)``, scaled
-    to the Frobenius norm ``update_scale * sqrt(m n)``.
+    to the norm of an orthogonal matrix, and then by ``adjust_lr`` as that of `Muon`.
 
     State: beside that of `Muon`, ``neuron_moment``, one float32 per neuron. One all-reduce per step
     adds up the norms; another one adds up the squares of neurons that ranks hold in parts, as under

@@ -142,7 +142,7 @@ class Oracle:
 
 
 class NormedOracle(Oracle):
-    """An update of a given Frobenius norm.
+    """An update of the norm of an orthogonal one.
 
     The norm comes from a correctly rounded sum, the package's from one in integers: they agree to
     about ten digits, so that a factor in float32 may differ in its last bit.
@@ -153,8 +153,8 @@ class NormedOracle(Oracle):
 
     def _normed(self, update: Tensor) -> tuple[Tensor, float]:
         norm = math.sqrt(math.fsum((update.double() ** 2).flatten().tolist()))
-        wanted = self.config.update_factor * math.sqrt(update.numel())
-        return update * (wanted / norm if norm else 0.0), 1.0
+        wanted = math.sqrt(min(update.shape))
+        return update * (wanted / norm if norm else 0.0), self._scale(update)
 
 
 class AdaMuonOracle(NormedOracle):

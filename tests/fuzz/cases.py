@@ -105,8 +105,7 @@ def draw(rng: random.Random) -> Case:
     has_twin = rng.random() < 0.7
     if not has_twin:
         fields |= {
-            # The others scale updates themselves.
-            "adjust_lr": "match_rms_adamw" if name in NORMED else rng.choice(ADJUSTMENTS),
+            "adjust_lr": rng.choice(ADJUSTMENTS),
             "cautious_decay": rng.random() < 0.5,
             "bfloat16_params": rng.choice(("nearest", "master")),
         }

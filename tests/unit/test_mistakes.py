@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import swap_tensors
 
-from amo_dist import AMO, AMOConfig, Muon, MuonConfig, NorMuon, make_optimizer, param_groups
+from amo_dist import AMO, AMOConfig, Muon, MuonConfig, UpdateRule, make_optimizer, param_groups
 from amo_dist.engine import step as one_step
 from amo_dist.engine.ballot import Ballots
 from tests import runs
@@ -41,6 +41,11 @@ def lone(**changes: Any) -> dict[str, Any]:
     return {**group, **changes}
 
 
+class OwnScaleRule(UpdateRule):
+    def scale(self, shape: tuple[int, int]) -> float:
+        return 1.0
+
+
 PARAM = nn.Parameter(torch.ones(12, 8))
 CONFIG: Any = {"observe_until": 8}
 CONV = models.plain_model({"layers.0.conv.weight": (8, 4, 3, 2)}).to(
@@ -60,7 +65,7 @@ SCALES = "adjust_lr: found 'original' with .*Rule, which scales"
         (lambda: Muon(groups(), config=CONFIG), "config: found a dict, .*MuonConfig"),
         (lambda: AMO(groups(), momentum=0.9), r"'momentum'.*config=AMOConfig"),
         *((partial(MuonConfig, **{name: value}), f"{name}: found") for name, value in BAD.items()),
-        (lambda: NorMuon(groups(), config=MuonConfig(adjust_lr="original")), SCALES),
+        (lambda: OwnScaleRule(MuonConfig(adjust_lr="original")), SCALES),
         (partial(AMOConfig, observe_untill=8), "AMOConfig.*'observe_untill'"),
         (lambda: make_optimizer("Muon", groups(), schedule="pe"), "schedule"),
         (lambda: make_optimizer("Muon-XY", groups()), "name: found 'Muon-XY', .* 'AdamW', 'Muon'"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from fractions import Fraction
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from amo_dist import Fused, MuonConfig, NorMuon, param_groups
+from amo_dist.kernels.elementwise import update_scale
 from amo_dist.kernels.exact_sums import fraction_bits, sum_of_squares
 from amo_dist.schedule.types import Schedule
 from tests.distributed import models
@@ -29,7 +31,8 @@ def train(
     """The final parameter and its second moments."""
     model = models.build({"weight": weight.clone()})
     groups = param_groups(model, patterns={"weight": target})
-    optimizer = NorMuon(groups, 1.0, 0.0, config=MuonConfig(ns_dtype="float32"), **options)
+    options = {"config": MuonConfig(ns_dtype="float32"), **options}
+    optimizer = NorMuon(groups, 1.0, 0.0, **options)
     (param,) = model.parameters()
     for gradient in gradients:
         param.grad = gradient
@@ -46,6 +49,17 @@ def test_fused_rows_train_as_matrices_of_their_own() -> None:
         alone, own = train(weight[index], "attn_q", [grad[index] for grad in GRADIENTS])
         assert torch.equal(fused[index], alone)
         assert torch.equal(moments[index], own)
+
+
+@pytest.mark.parametrize("shape", [(12, 8), (8, 12)])
+@pytest.mark.parametrize("adjust_lr", ["match_rms_adamw", "original", "spectral"])
+def test_an_update_has_the_norm_of_muons(adjust_lr: str, shape: tuple[int, int]) -> None:
+    config = MuonConfig(ns_dtype="float32", adjust_lr=adjust_lr)
+    gradient = models.gradient(0, 0, "", shape)
+    found, _ = train(torch.zeros(shape), "attn_q", [gradient], config=config)
+    wanted = update_scale(shape, config.update_factor, adjust_lr) * math.sqrt(8)
+    # Entries, and the rate and scale that multiply them, are rounded to float32, once or twice.
+    assert found.double().norm().item() == pytest.approx(wanted, rel=1e-6)
 
 
 def test_entries_beyond_those_of_orthogonal_matrices_do_not_overflow_the_sums() -> None:
