@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from amo_dist.config import require, sort_operator_types
+from amo_dist.operators.names import ends_in
 from amo_dist.operators.parts import AS_ONE, ASSUMED, cut, divide
 from amo_dist.operators.patterns import Patterns, check_expressions, check_patterns, format_patterns
 from amo_dist.operators.roles import CONVOLUTION, OUTSIDE, UNKNOWN, role_of
@@ -64,7 +65,8 @@ def param_groups(
         no_decay: Regular expressions (``re.fullmatch`` on cleaned names) of parameters whose group
             has ``weight_decay`` 0. ``True`` means norms, biases and embeddings: all parameters of
             AdamW with fewer than two dims, those that are or are named embeddings, tables such as
-            relative positions, and parameters with Mamba's attribute ``_no_weight_decay``.
+            relative positions, and what modules ask for: the names of timm's
+            ``no_weight_decay()``, and parameters with Mamba's attribute ``_no_weight_decay``.
         lr_multipliers: Factors on the learning rate by regular expression; the first match wins.
             The factor is the group's ``muon_lr_factor``, which schedulers, unlike ``lr``, do not
             overwrite.
@@ -178,9 +180,15 @@ def decide(
 
 
 def _spares_decay(place: Place) -> bool:
-    """Whether AdamW trains a vector or a table, or Mamba's attribute spares a parameter."""
+    """Whether AdamW trains a vector or a table, or the model asks to spare a parameter.
+
+    It asks by Mamba's attribute ``_no_weight_decay``, or by timm's method ``no_weight_decay``.
+    """
     is_table = place.is_embedding or place.reason in _TABLES or len(place.shape) < 2
-    return (is_table and not place.views) or getattr(place.parameter, "_no_weight_decay", False)
+    if (is_table and not place.views) or getattr(place.parameter, "_no_weight_decay", False):
+        return True
+    methods = (getattr(node.module, "no_weight_decay", tuple) for node in place.node.around())
+    return any(ends_in(place.name, re.escape(name)) for method in methods for name in method())
 
 
 def _summary(places: Sequence[Place], num_frozen: int) -> str:

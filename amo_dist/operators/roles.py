@@ -88,14 +88,14 @@ def _linear_role(place: Place) -> Role:
 
 
 def _raw_role(place: Place) -> Role:
+    kind = _known_type(place)
+    if kind and place.field.endswith("weight"):
+        return kind, ""
     sizes = [size for size in place.shape if size > 1]
     if len(sizes) < 2:
         return None, "1-D"
     if len(sizes) == 2 and place.shape[0] in place.node.num_heads:
         return None, "one row per head"
-    kind = _known_type(place)
-    if kind and place.field.endswith("weight") and min(place.shape) > 1:
-        return kind, ""
     is_called = any(node.is_called("expert") for node in [*place.node.around()][:3])
     if place.is_stack and (is_called or width_beside(place) in place.shape[1:]):
         return kind or own_words(place.name), ""

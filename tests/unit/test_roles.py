@@ -432,9 +432,11 @@ def test_nothing_goes_to_adamw_without_a_reason() -> None:
     assert all(re.search(r"adamw \([a-zA-Z0-9-][\w -]+\)$", line) for line in rows)
 
 
-def test_no_decay_spares_tables_and_what_an_attribute_names() -> None:
+def test_no_decay_spares_tables_and_what_a_model_asks_for() -> None:
     model = nn.Module()
-    model.cls_token, model.other = (nn.Parameter(torch.randn(9, D)) for _ in range(2))
+    for name in ("cls_token", "grid", "other", "decayed"):
+        model.register_parameter(name, nn.Parameter(torch.randn(9, D)))
+    model.no_weight_decay = lambda: {"grid"}  # timm's
     model.trunk = nn.ModuleList([Block(), Block()])
     for name in ("scale", "decay"):
         model.trunk[0].register_parameter(name, nn.Parameter(torch.randn(6, D)))
@@ -442,4 +444,4 @@ def test_no_decay_spares_tables_and_what_an_attribute_names() -> None:
     groups = param_groups(model, no_decay=True)
     names = {n for g in groups if g.get("weight_decay") == 0 for n, _ in g["params"]}
     norms = {f"trunk.{n}.norm.{field}" for n in range(2) for field in ("weight", "bias")}
-    assert names == {"cls_token", "other", "trunk.0.scale", "trunk.0.decay", *norms}
+    assert names == {"cls_token", "grid", "other", "trunk.0.scale", "trunk.0.decay", *norms}
