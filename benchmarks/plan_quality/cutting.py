@@ -30,6 +30,7 @@ GROUPED = replace(MULTI_HEAD, num_kv_heads=2)
 EIGHT_EXPERTS = replace(MULTI_HEAD, ffn_dim=384)
 RATES = (0.008, 0.004, 0.016)
 """Rates at 250 steps, in the order in which they are tried."""
+SEEDS = 5
 IMAGES = 32
 """Images of a batch: as many tokens as the decoders' batches have."""
 TODAY = "today's"
@@ -64,6 +65,7 @@ ROWS = {
     "mixture": {
         TODAY: Row(28),
         "experts as one": Row(7, pattern(r".*\.experts\.w\d", "expert")),
+        "q, k, v per head": Row(37, {"per_head": True}),
     },
     "diffusion": {
         TODAY: Row(13),
@@ -73,6 +75,7 @@ ROWS = {
             7, {**pattern(MODULATION, "adamw"), "lr_multipliers": {MODULATION: 1 / 8}}
         ),
         "q, k, v as one": Row(11, QKV),
+        "q, k, v per head": Row(22, {"per_head": True}),
     },
 }
 """Rows of each model, today's first."""
@@ -121,14 +124,13 @@ def jobs(records: Records) -> Iterator[Run]:
     longer = [replace(like, steps=2000) for like in likes]
     for factor, like in product((0.5, 0.25), likes):
         yield replace(like, rate=factor * study.best_rate(records, like), steps=2000)
-    yield from _seeds(records, longer)
     yield from chain.from_iterable(bracket(records, like) for like in longer)
     yield from _seeds(records, longer)
 
 
 def _seeds(records: Records, likes: Sequence[Run]) -> Iterator[Run]:
     """More seeds at the best rate of the first."""
-    for seed, like in product((1, 2), likes):
+    for seed, like in product(range(1, SEEDS), likes):
         yield replace(like, rate=study.best_rate(records, like), seed=seed)
 
 
