@@ -60,6 +60,7 @@ ROWS = {
         TODAY: Row(7),
         "q, k, v as one": Row(5, QKV),
         "q, k, v per head": Row(16, {"per_head": True}),
+        "q, k, v at twice the rate": Row(7, {"lr_multipliers": {r".*\.wqkv\.weight": 2.0}}),
         "gate and up as one": Row(6, pattern(r".*\.gate_up_proj\.weight", "mlp_gate_up")),
     },
     "mixture": {
