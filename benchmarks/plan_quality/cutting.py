@@ -22,6 +22,7 @@ from benchmarks.plan_quality import data, fused, study, train
 from benchmarks.plan_quality.model import Architecture, Attention, Decoder
 from benchmarks.plan_quality.rows import BASE_ELL, BASE_STEPS
 from benchmarks.plan_quality.settings import Settings
+from benchmarks.tables import plus_minus
 
 RECORDS = Path(__file__).resolve().parents[1] / "results" / "cutting" / "runs.jsonl"
 SIZES = {"num_heads": 4, "num_kv_heads": 4, "dim": 96, "num_layers": 2, "head_dim": 24}
@@ -33,7 +34,7 @@ RATES = (0.008, 0.004, 0.016)
 SEEDS = 5
 IMAGES = 32
 """Images of a batch: as many tokens as the decoders' batches have."""
-TODAY = "today's"
+TODAY, HEADS, TWICE = "today's", "q, k, v per head", "q, k, v at twice the rate"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,14 +60,14 @@ ROWS = {
     "multi-head": {
         TODAY: Row(7),
         "q, k, v as one": Row(5, QKV),
-        "q, k, v per head": Row(16, {"per_head": True}),
-        "q, k, v at twice the rate": Row(7, {"lr_multipliers": {r".*\.wqkv\.weight": 2.0}}),
+        HEADS: Row(16, {"per_head": True}),
+        TWICE: Row(7, {"lr_multipliers": {r".*\.wqkv\.weight": 2.0}}),
         "gate and up as one": Row(6, pattern(r".*\.gate_up_proj\.weight", "mlp_gate_up")),
     },
     "mixture": {
         TODAY: Row(28),
         "experts as one": Row(7, pattern(r".*\.experts\.w\d", "expert")),
-        "q, k, v per head": Row(37, {"per_head": True}),
+        HEADS: Row(37, {"per_head": True}),
     },
     "diffusion": {
         TODAY: Row(13),
@@ -76,11 +77,11 @@ ROWS = {
             7, {**pattern(MODULATION, "adamw"), "lr_multipliers": {MODULATION: 1 / 8}}
         ),
         "q, k, v as one": Row(11, QKV),
-        "q, k, v per head": Row(22, {"per_head": True}),
+        HEADS: Row(22, {"per_head": True}),
     },
 }
 """Rows of each model, today's first."""
-ROWS["grouped"] = {**ROWS["multi-head"], "q, k, v per head": Row(12, {"per_head": True})}
+ROWS["grouped"] = {**ROWS["multi-head"], HEADS: Row(12, {"per_head": True})}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -188,6 +189,9 @@ def report(records: Records) -> Iterator[str]:
             yield f"\n### {model}, {steps} steps\n"
             named = {row: Run(model, row, steps=steps) for row in ROWS[model]}
             yield study.table(records, named, named[TODAY], "row")
+            if TWICE in named:
+                pairs = study.differences(records, named[HEADS], named[TWICE])
+                yield f"\n{HEADS} less {TWICE}: {plus_minus(pairs, '+')}"
 
 
 def main(args: Sequence[str] | None = None) -> int:
