@@ -6,6 +6,7 @@ Parameters have torchtitan's names, so that `amo_dist.param_groups` knows their 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +39,8 @@ ARCHITECTURES = {
 
 
 class Attention(nn.Module):
+    is_causal = True
+
     def __init__(self, sizes: Architecture) -> None:
         super().__init__()
         self.head_dim = sizes.head_dim
@@ -49,14 +52,15 @@ class Attention(nn.Module):
         self.wo = nn.Linear(wide, sizes.dim, bias=False)
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-        q, k, v = (
-            project(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for project in (self.wq, self.wk, self.wv)
-        )
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in self.project(x))
         q, k = rotated(q, *rotation), rotated(k, *rotation)
         k, v = (t.repeat_interleave(self.num_groups, dim=1) for t in (k, v))
-        heads = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        heads = functional.scaled_dot_product_attention(q, k, v, is_causal=self.is_causal)
         return self.wo(heads.transpose(1, 2).flatten(2))
+
+    def project(self, x: Tensor) -> Sequence[Tensor]:
+        """Queries, keys and values of all heads."""
+        return self.wq(x), self.wk(x), self.wv(x)
 
 
 class FeedForward(nn.Module):
@@ -71,12 +75,14 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, sizes: Architecture) -> None:
+    def __init__(
+        self, sizes: Architecture, attention: type[nn.Module], feed_forward: type[nn.Module]
+    ) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(sizes.dim)
-        self.attention = Attention(sizes)
+        self.attention = attention(sizes)
         self.ffn_norm = nn.RMSNorm(sizes.dim)
-        self.feed_forward = FeedForward(sizes)
+        self.feed_forward = feed_forward(sizes)
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
         x = x + self.attention(self.attention_norm(x), rotation)
@@ -88,13 +94,22 @@ class Decoder(nn.Module):
 
     Args:
         sizes: Sizes of the model. Weights are drawn from N(0, 0.02^2) by torch's global generator.
+        attention: Class of the attentions, made of ``sizes``.
+        feed_forward: Class of the feed-forward layers, likewise.
     """
 
-    def __init__(self, sizes: Architecture) -> None:
+    def __init__(
+        self,
+        sizes: Architecture,
+        attention: type[nn.Module] = Attention,
+        feed_forward: type[nn.Module] = FeedForward,
+    ) -> None:
         super().__init__()
         self.head_dim = sizes.head_dim
         self.tok_embeddings = nn.Embedding(sizes.vocabulary, sizes.dim)
-        self.layers = nn.ModuleList(Block(sizes) for _ in range(sizes.num_layers))
+        self.layers = nn.ModuleList(
+            Block(sizes, attention, feed_forward) for _ in range(sizes.num_layers)
+        )
         self.norm = nn.RMSNorm(sizes.dim)
         self.output = nn.Linear(sizes.dim, sizes.vocabulary, bias=False)
         for parameter in self.parameters():
@@ -106,6 +121,10 @@ class Decoder(nn.Module):
         for layer in self.layers:
             x = layer(x, rotation)
         return self.output(self.norm(x))
+
+    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy a token."""
+        return functional.cross_entropy(self(tokens).flatten(0, 1), targets.flatten())
 
 
 def angles(length: int, head_dim: int) -> tuple[Tensor, Tensor]:

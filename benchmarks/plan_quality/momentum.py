@@ -6,24 +6,20 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice, product
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from amo_dist import AMO, AMOConfig, Muon, MuonConfig, param_groups
 from amo_dist.schedule.polar_express import schedule_for
-from benchmarks.plan_quality import data, train
+from benchmarks.plan_quality import data, study, train
 from benchmarks.plan_quality.model import ARCHITECTURES, Decoder
 from benchmarks.plan_quality.rows import BASE_ELL
 from benchmarks.plan_quality.settings import Settings
-from benchmarks.tables import markdown, plus_minus
 
 RECORDS = Path(__file__).resolve().parents[1] / "results" / "momentum" / "runs.jsonl"
 DECAYS, WEIGHTS = (0.95, 0.9, 0.98), (0.95, 0.0, 0.1, 0.2, 0.3, 0.5)
@@ -74,18 +70,7 @@ Records = dict[Run, float]
 
 def read(path: Path) -> Records:
     """Validation loss of each run."""
-    records: Records = {}
-    for line in path.read_text().splitlines() if path.exists() else ():
-        fields = json.loads(line)
-        loss = fields.pop("validation_loss")
-        records[Run(**fields | {"form": Form(**fields["form"])})] = loss
-    return records
-
-
-def best_rate(records: Records, run: Run) -> float:
-    """Rate of the least loss among the runs that differ from ``run`` in nothing else."""
-    tried = [other for other in records if replace(other, rate=run.rate) == run]
-    return min(tried, key=records.__getitem__, default=run).rate
+    return study.read(path, lambda fields: Run(**fields | {"form": Form(**fields["form"])}))
 
 
 def best_forms(records: Records, architecture: str) -> list[Form]:
@@ -114,22 +99,22 @@ def jobs(records: Records) -> Iterator[Run]:
         yield from (Run(form, rate, architecture) for form in chosen for rate in RATES)
         for (steps, batch), factors in lengths.items():
             for form, factor in product(chosen, factors):
-                rate = best_rate(records, Run(form, RATES[0], architecture)) * factor
+                rate = study.best_rate(records, Run(form, RATES[0], architecture)) * factor
                 yield Run(form, rate, architecture, steps=steps, batch=batch)
     for steps in (250, 1000):
         for base in chosen:
             for form in (replace(base, ns_steps=3), replace(base, kind="amo")):
-                rate = best_rate(records, Run(base, RATES[0], first))
+                rate = study.best_rate(records, Run(base, RATES[0], first))
                 yield Run(form, rate, first, steps=steps)
     for rate in ADAMW_RATES:
         yield from (Run(Form("adamw", *betas), rate, first) for betas in BETAS)
     for seed in (1, 2):
         for architecture in ARCHITECTURES:
             for form in chosen:
-                rate = best_rate(records, Run(form, RATES[0], architecture))
+                rate = study.best_rate(records, Run(form, RATES[0], architecture))
                 yield Run(form, rate, architecture, seed=seed)
     yield from (
-        Run(form, best_rate(records, Run(form, RATES[0], first)), first, rate_decay="linear")
+        Run(form, study.best_rate(records, Run(form, RATES[0], first)), first, rate_decay="linear")
         for form in chosen
     )
 
@@ -171,37 +156,12 @@ def report(records: Records) -> Iterator[str]:
     """Tables: each form at each rate, and each form against today's at the best of both."""
     settings = sorted({(r.architecture, r.steps, r.batch, r.rate_decay) for r in records})
     for architecture, steps, batch, rate_decay in settings:
-        runs = [
-            run
-            for run in records
-            if (run.architecture, run.steps, run.batch, run.rate_decay)
-            == (architecture, steps, batch, rate_decay)
-        ]
-        rates = sorted({run.rate for run in runs if run.seed == 0})
         yield f"\n### {architecture}, {steps} steps, batch of {batch}, {rate_decay}\n"
-        rows = []
-        for form in sorted({run.form for run in runs}, key=repr):
-            like = Run(form, 0.0, architecture, 0, steps, batch, rate_decay)
-            cells = [records.get(replace(like, rate=rate)) for rate in rates]
-            texts = ["" if loss is None else f"{loss:.4f}" for loss in cells]
-            pairs = differences(records, like)
-            rows.append([name_of(form), *texts, plus_minus(pairs, "+")])
-        header = ["form", *(f"{rate:g}" for rate in rates), "minus today's, by seed"]
-        yield markdown(header, rows)
-
-
-def differences(records: Records, like: Run) -> list[float]:
-    """Loss less today's by seed, both at the best rate of the first seed."""
-    today = replace(like, form=TODAY)
-    pairs = []
-    for seed in range(3):
-        both = [
-            records.get(replace(run, rate=best_rate(records, run), seed=seed))
-            for run in (like, today)
-        ]
-        if None not in both:
-            pairs.append(both[0] - both[1])  # type: ignore[operator]
-    return pairs
+        today = Run(TODAY, 0.0, architecture, 0, steps, batch, rate_decay)
+        runs = {replace(run, rate=0.0, seed=0) for run in records}
+        forms = sorted((run.form for run in runs if replace(run, form=TODAY) == today), key=repr)
+        named = {name_of(form): replace(today, form=form) for form in forms}
+        yield study.table(records, named, today, "form")
 
 
 def name_of(form: Form) -> str:
@@ -216,25 +176,7 @@ def name_of(form: Form) -> str:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.plan_quality.momentum")
-    parser.add_argument("command", choices=("run", "report"))
-    parser.add_argument("--output", type=Path, default=RECORDS)
-    options = parser.parse_args(args)
-    records = read(options.output)
-    if options.command == "report":
-        print("\n".join(report(records)))
-        return 0
-    corpus = data.load(data.standard_library())
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    for run in jobs(records):
-        if run in records:
-            continue
-        records[run] = validation_loss(run, corpus)
-        line: dict[str, Any] = dataclasses.asdict(run) | {"validation_loss": records[run]}
-        with options.output.open("a") as file:
-            file.write(json.dumps(line) + "\n")
-        print(f"{name_of(run.form)}, {run}: {records[run]:.4f}", flush=True)
-    return 0
+    return study.main("momentum", RECORDS, read, jobs, validation_loss, report, args)
 
 
 if __name__ == "__main__":

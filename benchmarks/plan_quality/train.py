@@ -7,13 +7,12 @@ import dataclasses
 import hashlib
 import re
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import functional
+from torch import Tensor, nn
 
 from amo_dist import Muon, MuonConfig, Schedule, param_groups
 from amo_dist.schedule.polar_express import schedule_for
@@ -23,7 +22,7 @@ from benchmarks.plan_quality.rows import BASE_ELL, BASE_STEPS
 from benchmarks.plan_quality.settings import Settings
 from benchmarks.plan_quality.spectra import momentum_spectra
 
-_VALIDATION_SEED = 2**31 - 1
+VALIDATION_SEED = 2**31 - 1
 
 Batch = tuple[Tensor, Tensor]
 
@@ -173,10 +172,10 @@ def _train(
 
 
 def take_step(
-    model: Decoder, optimizer: torch.optim.Optimizer, batch: Batch, settings: Settings
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Sequence[Tensor], settings: Settings
 ) -> float:
-    """Take one step with clipped gradients, which stay; returns the loss before it."""
-    loss = loss_of(model, batch)
+    """Take one step with clipped gradients, which stay; returns ``model.loss`` before it."""
+    loss: Tensor = model.loss(*batch)  # type: ignore[operator]
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_norm)
     optimizer.step()
@@ -205,18 +204,16 @@ def momenta(optimizer: Muon) -> dict[str, Tensor]:
     return by_name
 
 
-def loss_of(model: Decoder, batch: Batch) -> Tensor:
-    """Mean cross-entropy a token."""
-    tokens, targets = batch
-    return functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+def evaluate(model: Decoder, corpus: Corpus, settings: Settings) -> float:
+    """Mean loss a token on batches that are the same for every run."""
+    stream = batches(corpus.validation, settings.batch, settings.sequence, VALIDATION_SEED)
+    return mean_loss(model, islice(stream, settings.validation_batches))
 
 
 @torch.no_grad()
-def evaluate(model: Decoder, corpus: Corpus, settings: Settings) -> float:
-    """Mean loss a token on batches that are the same for every run."""
-    stream = batches(corpus.validation, settings.batch, settings.sequence, _VALIDATION_SEED)
-    stream = islice(stream, settings.validation_batches)
-    return statistics.fmean(loss_of(model, batch).item() for batch in stream)
+def mean_loss(model: nn.Module, stream: Iterable[Sequence[Tensor]]) -> float:
+    """Mean of ``model.loss`` over batches."""
+    return statistics.fmean(model.loss(*batch).item() for batch in stream)  # type: ignore[operator]
 
 
 def digest(model: Decoder) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
 import pytest
 
-from benchmarks.plan_quality import data, momentum
+from benchmarks.plan_quality import data, momentum, study
 from benchmarks.plan_quality.model import ARCHITECTURES, Architecture
 from benchmarks.plan_quality.momentum import TODAY, Form, Run
 
@@ -43,7 +44,7 @@ def test_it_goes_on_where_it_was_stopped_and_compares_best_rates(
     assert len({*records.values()}) == len(wanted)  # no option is lost on the way
     best = [min(records[run] for run in wanted[i : i + 2]) for i in (0, 2)]
     like = Run(Form(weight=0.1), 0.0, "grouped", steps=24)
-    assert momentum.differences(records, like) == [best[1] - best[0]]
+    assert study.differences(records, like, replace(like, form=TODAY)) == [best[1] - best[0]]
     capsys.readouterr()
     assert momentum.main(["report", "--output", str(output)]) == 0
     assert "decay 0.95, weight 0.1" in capsys.readouterr().out
