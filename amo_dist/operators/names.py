@@ -28,9 +28,12 @@ FEED_FORWARD: Table = (
     (r"\w*experts?\.(?:\w*?_)??w?(gate_up|gate|up|down)", r"mlp_\1"),
     (r"Wi|weights_in|input_linear|mlp1_weight_\w+", "mlp_gate_up"),
     # torchtitan and Mixtral number the gate, down and up.
-    (r"(?:feed_forward|\w*experts)\.w1(?:_E\w+)?|wi_0|fc1_g", "mlp_gate"),
-    (r"(?:feed_forward|\w*experts)\.w2(?:_E\w+)?|wo|Wo|weights_out|mlp2_weight_\w+", "mlp_down"),
-    (r"(?:feed_forward|\w*experts)\.w3(?:_E\w+)?|wi|wi_1", "mlp_up"),
+    (r"(?:feed_forward|\w*experts(?:\.mlp)?)\.w1(?:_E\w+)?|wi_0|fc1_g", "mlp_gate"),
+    (
+        r"(?:feed_forward|\w*experts(?:\.mlp)?)\.w2(?:_E\w+)?|wo|Wo|weights_out|mlp2_weight_\w+",
+        "mlp_down",
+    ),
+    (r"(?:feed_forward|\w*experts(?:\.mlp)?)\.w3(?:_E\w+)?|wi|wi_1", "mlp_up"),
     (r"fc1|fc1_x|fc_in|lin1|linear1|pwconv1|dense_h_to_4h|\w*layers\.ffn", "mlp_up"),
     (r"fc2|fc_out|lin2|linear2|pwconv2|dense_4h_to_h|ffn_output", "mlp_down"),
     (r"mlp\.(?:c_fc|linear_fc1)", "mlp_up"),

@@ -13,7 +13,7 @@ import re
 from typing import Any
 
 from amo_dist.config import require
-from amo_dist.operators.roles import attention_of, width_beside
+from amo_dist.operators.roles import attention_of, experts_by_rows, width_beside
 from amo_dist.operators.tree import Heads, Node, Place
 from amo_dist.operators.views import Fused, MatrixView, cut_views
 
@@ -52,6 +52,8 @@ def divide(place: Place, kind: str) -> Divided:
         return _stack(place, kind)
     if kind in ("attn_q", "attn_kv", "attn_qk", "attn_qkv", "attn_qkvz"):
         return _attention_parts(place, kind)
+    if number := experts_by_rows(place):
+        return Fused(((kind, place.shape[0]),), heads={kind: number}), ""
     if kind.startswith(("attn_", "mla_", "ssm_")) or not place.is_linear:
         return kind, AS_ONE if kind == "ssm_in" else ""
     if number := _modulations(place):

@@ -3,8 +3,9 @@
 The modules decide first: the weight of a linear module inside a block is a matrix, unless it is a
 router, a head, an embedding, an adapter or has one row per head. Names give known types, and say
 what modules cannot. A router has one row for each expert that the module around it holds. A raw
-tensor of a block is a stack of experts' matrices if a module around it is called so or something
-beside it has one row for each, a table for AdamW if it has few rows, and else unknown: an error.
+tensor of a block is a stack of experts' matrices if a module around it is called so, something
+beside it has one row for each, or its module counts experts that divide its rows; a table for AdamW
+if it has few rows; and else unknown: an error.
 """
 
 from __future__ import annotations
@@ -96,6 +97,8 @@ def _raw_role(place: Place) -> Role:
         return None, "1-D"
     if len(sizes) == 2 and place.shape[0] in place.node.num_heads:
         return None, "one row per head"
+    if experts_by_rows(place):
+        return kind or own_words(place.name), ""
     is_called = any(node.is_called("expert") for node in [*place.node.around()][:3])
     if place.is_stack and (is_called or width_beside(place) in place.shape[1:]):
         return kind or own_words(place.name), ""
@@ -108,6 +111,14 @@ def _known_type(place: Place) -> str | None:
     # PyTorch's attention, and DeBERTa's.
     is_third = "in_proj" in place.name and place.outputs == 3 * place.inputs
     return kind or ("attn_qkv" if attention and is_third else None)
+
+
+def experts_by_rows(place: Place) -> int:
+    """Number of experts whose matrices lie in the rows ``(E * m, n)`` of a raw tensor, else 0."""
+    number = vars(place.node.module).get("num_experts")
+    if type(number) is not int or number < 2 or len(place.shape) != 2 or place.is_linear:
+        return 0
+    return number if place.shape[0] > number and place.shape[0] % number == 0 else 0
 
 
 def width_beside(place: Place) -> int:

@@ -210,9 +210,13 @@ def send(rank: int, world_size: int, layout: str) -> tuple[list[float], int]:
 def test_a_step_sends_each_matrix_once_there_and_once_back(
     run_on: Ranks, layout: str, world_size: int, held: float, replicas: int
 ) -> None:
-    """But for what its owner holds; in bfloat16, and in float32 what is only measured."""
+    """But for what its owner holds; in bfloat16, and in float32 what is only measured.
+
+    What goes along replicas is padded to the longest part, here by less than the largest matrix.
+    """
     results = run_on(world_size)(send, layout)
     plain, observing = (sum(sent[step] for sent, _ in results) for step in range(2))
     size = sum(math.prod(EVEN[name]) for name in models.types())
-    assert plain == 2 * size * (1 - held + replicas - held)
+    padding = plain - 2 * size * (1 - held + replicas - held)
+    assert 0 <= padding <= 2 * (replicas - 1) * world_size * max(map(math.prod, EVEN.values()))
     assert observing == plain + 4 * results[0][1] * (1 - held)

@@ -160,6 +160,17 @@ def test_matrices_of_nobody_s_experts_are_an_error(shapes: list[tuple[int, ...]]
         param_groups(nn.ModuleDict({"layers": nn.ModuleList([own])}))
 
 
+def test_experts_one_below_the_other() -> None:
+    """OLMo-core stores (E * m, n)."""
+    mlp = nn.Module()
+    vars(mlp).update(num_experts=E)
+    mlp.w1 = nn.Parameter(torch.randn(E * H, D))
+    blocks = nn.ModuleDict({"0": nn.ModuleDict({"experts": mlp})})
+    (views,) = views_of(nn.ModuleDict({"blocks": blocks})).values()
+    assert [view.operator_type for view in views] == ["expert_gate"] * E
+    assert views[1].boxes == (((H, 2 * H), (0, D)),)
+
+
 @pytest.mark.parametrize("is_transposed", [False, True])
 def test_the_router_says_which_way_experts_are_stored(is_transposed: bool) -> None:
     """torchtune stores (in, out), others (out, in)."""
