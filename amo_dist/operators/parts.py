@@ -121,7 +121,10 @@ def _sizes(place: Place, letters: str) -> dict[str, int]:
         return {}
     if letters == "qkvz" or heads.key != heads.value or "linear_attn" in place.name:
         return dict.fromkeys(letters, values) | {"q": rest, "k": rest}
-    is_grouped = rest < values and (not heads.key or rest / heads.key in {1, *numbers})
+    groups, odd = divmod(rest, heads.key or rest)
+    is_grouped = (
+        rest < values and not odd and (not heads.key or not numbers or groups in numbers | {1})
+    )
     return {"q": values, "k": rest, "v": rest} if is_grouped else {}
 
 
