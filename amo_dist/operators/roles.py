@@ -47,7 +47,7 @@ def role_of(place: Place) -> Role:
         return None, CONVOLUTION if in_block and shape[1] > 1 else f"{len(shape)}-D"
     if not in_block:
         return None, OUTSIDE
-    if _is_router(place):
+    if _is_router(place) and not _known_type(place):  # a narrow matrix may have as many rows
         return None, "router"
     return _linear_role(place) if place.is_linear else _raw_role(place)
 

@@ -160,6 +160,14 @@ def test_matrices_of_nobody_s_experts_are_an_error(shapes: list[tuple[int, ...]]
         param_groups(nn.ModuleDict({"layers": nn.ModuleList([own])}))
 
 
+def test_a_matrix_of_a_known_name_is_no_router() -> None:
+    """Though it has a row for each expert, as a narrow one may."""
+    feed_forward = nn.ModuleDict({"w2": nn.Linear(H, E, bias=False)})
+    block = nn.ModuleDict({"feed_forward": feed_forward, "moe": nn.ModuleDict({"x": Mixture()})})
+    views = views_of(nn.ModuleDict({"layers": nn.ModuleList([block])}))
+    assert views["layers.0.feed_forward.w2.weight"][0].operator_type == "mlp_down"
+
+
 def test_experts_one_below_the_other() -> None:
     """OLMo-core stores (E * m, n)."""
     mlp = nn.Module()
