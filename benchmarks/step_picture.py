@@ -23,10 +23,9 @@ def times(path: Path = RESULTS) -> list[tuple[str, float]]:
     """What was compared, and our time over the peer's, of locked steps in bfloat16."""
     rows = json.loads(path.read_text())["rows"]
     return [
-        (f"{PEERS[row['peer']]}, {row['model']}, {ranks} rank{'s' * (ranks > 1)}", row["ratio"])
+        (f"{PEERS[row['peer']]}, {row['model']}, ranks: {row['ranks']}", row["ratio"])
         for row in rows
         if row["ours"] == "ours locked" and row["ns_dtype"] == "bfloat16"
-        for ranks in (row["ranks"],)
     ]
 
 

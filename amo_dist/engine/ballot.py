@@ -65,7 +65,7 @@ MAX_IDLE_STEPS = 10
 LARGEST_GRADIENT = 2.0**100
 
 # Positions of two flags in the vector and in a `Tally`, and the number of values before the marks.
-# From the first of these two on, a value of a `Tally` that is not 0 says that a step is bad.
+# A value of a `Tally` from the first of these two on says that a step is bad, if it is not 0.
 _GRADIENT, _UPDATE, _NUM_FLAGS = 2, 3, 4
 # Mark, and negative alike, of a rank without an opinion: below all others. Where all ranks abstain,
 # the two add up to a negative number, and none differs.

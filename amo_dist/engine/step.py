@@ -406,8 +406,8 @@ class Engine:
                 self.guarded(step, "updating momentum", self._update_momentum)
             self.sent_bytes += sum(exchange.sent_bytes for exchange in self._exchanges)
             # A rank without a matrix has no exchange, but AdamW.
-            for number, exchange in enumerate(self._exchanges or [None]):
-                buckets = [] if exchange is None else exchange.buckets
+            lists = [exchange.buckets for exchange in self._exchanges] or [[]]
+            for number, buckets in enumerate(lists):
                 self._pipeline(step, buckets, has_adamw=number == 0)
             if self._frees_memory:
                 self._release()

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import nn
 
 from amo_dist.config import require, sort_operator_types
-from amo_dist.operators.names import ends_in
 from amo_dist.operators.parts import AS_ONE, ASSUMED, cut, divide
 from amo_dist.operators.patterns import Patterns, check_expressions, check_patterns, format_patterns
 from amo_dist.operators.roles import CONVOLUTION, OUTSIDE, UNKNOWN, role_of
@@ -187,8 +186,12 @@ def _spares_decay(place: Place) -> bool:
     is_table = place.is_embedding or place.reason in _TABLES or len(place.shape) < 2
     if (is_table and not place.views) or getattr(place.parameter, "_no_weight_decay", False):
         return True
-    methods = (getattr(node.module, "no_weight_decay", tuple) for node in place.node.around())
-    return any(ends_in(place.name, re.escape(name)) for method in methods for name in method())
+    name = place.field
+    for node in place.node.around():
+        if name in node.undecayed:
+            return True
+        name = f"{node.name}.{name}"
+    return False
 
 
 def _summary(places: Sequence[Place], num_frozen: int) -> str:

@@ -67,7 +67,7 @@ NO_MATRIX: Table = (
     (r"A_log|D", "state-space table"),
     (r"\w*_hc\.fn", "table"),
 )
-# Those outside of blocks alone.
+# Names that mean so outside of blocks alone.
 NO_MATRIX_OUTSIDE: Table = (
     (rf"{_TABLE}\..*", "embedding"),
     (r"(?:\w*head\w*|fc|output|classifier|score|logits)(?:\.\w+)?\.weight", "head"),

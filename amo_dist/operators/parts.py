@@ -98,7 +98,8 @@ def _attention_parts(place: Place, kind: str) -> Divided:
     is_known = first and "CodeGenAttention" not in kinds  # queries, values, keys in four turns
     if not is_known or (is_in_turn and (not rows or first % rows)):
         return kind, AS_ONE
-    parts = tuple((f"attn_{'gate' if one == 'z' else one}", size) for one, size in sizes.items())
+    names = {"z": "gate"}
+    parts = tuple((f"attn_{names.get(part, part)}", size) for part, size in sizes.items())
     fused = Fused(parts, place.output_dim, groups=first // rows if is_in_turn else 1)
     is_read = attention and type(attention.module).__module__.partition(".")[0] in _READ
     return fused, "" if is_read or is_in_turn else ASSUMED
@@ -116,16 +117,16 @@ def _sizes(place: Place, letters: str) -> dict[str, int]:
     is_whole = heads.key > 0 and equal / heads.key in numbers
     if not odd and (letters == "qk" or equal == (values or place.inputs) or is_whole):
         return dict.fromkeys(letters, equal)
-    rest, odd = divmod(place.outputs - values * (len(letters) - 2), 2)
-    if odd or not values or rest <= 0 or len(letters) < 3:
+    shared, odd = divmod(place.outputs - values * (len(letters) - 2), 2)
+    if odd or not values or shared <= 0 or len(letters) < 3:
         return {}
     if letters == "qkvz" or heads.key != heads.value or "linear_attn" in place.name:
-        return dict.fromkeys(letters, values) | {"q": rest, "k": rest}
-    groups, odd = divmod(rest, heads.key or rest)
+        return dict.fromkeys(letters, values) | {"q": shared, "k": shared}
+    groups, odd = divmod(shared, heads.key or shared)
     is_grouped = (
-        rest < values and not odd and (not heads.key or not numbers or groups in numbers | {1})
+        shared < values and not odd and (not heads.key or not numbers or groups in numbers | {1})
     )
-    return {"q": values, "k": rest, "v": rest} if is_grouped else {}
+    return {"q": values, "k": shared, "v": shared} if is_grouped else {}
 
 
 def _is_in_turn(attention: Node) -> bool:

@@ -63,7 +63,7 @@ def check_expressions(
     """Refuse malformed regular expressions, and those that match none of the names.
 
     Raises:
-        ValueError: With the field and the expression.
+        ValueError: Names the field and the expression.
     """
     for expression in expressions:
         try:

@@ -47,9 +47,10 @@ def role_of(place: Place) -> Role:
         return None, CONVOLUTION if in_block and shape[1] > 1 else f"{len(shape)}-D"
     if not in_block:
         return None, OUTSIDE
-    if _is_router(place) and not _known_type(place):  # a narrow matrix may have as many rows
+    kind = _known_type(place)
+    if kind is None and _is_router(place):  # a known matrix may have as many rows
         return None, "router"
-    return _linear_role(place) if place.is_linear else _raw_role(place)
+    return _linear_role(place, kind) if place.is_linear else _raw_role(place, kind)
 
 
 def attention_of(place: Place) -> Node | None:
@@ -78,8 +79,8 @@ def _is_router(place: Place) -> bool:
     return False
 
 
-def _linear_role(place: Place) -> Role:
-    if kind := _known_type(place):
+def _linear_role(place: Place, kind: str | None) -> Role:
+    if kind:
         return kind, ""
     if attention_of(place) and place.outputs in place.node.num_heads:
         return None, "one row per head"
@@ -88,8 +89,7 @@ def _linear_role(place: Place) -> Role:
     return (own_words(place.name), "") if place.inputs > 4 else (None, "table")
 
 
-def _raw_role(place: Place) -> Role:
-    kind = _known_type(place)
+def _raw_role(place: Place, kind: str | None) -> Role:
     if kind and place.field.endswith("weight"):
         return kind, ""
     sizes = [size for size in place.shape if size > 1]

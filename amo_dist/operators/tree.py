@@ -182,6 +182,12 @@ class Node:
             numbers |= {max(counts.values())} if counts and child.is_container else set()
         return frozenset(numbers - {1})
 
+    @cached_property
+    def undecayed(self) -> frozenset[str]:
+        """Names of parameters that timm's method spares from weight decay, from here."""
+        method = getattr(self.module, "no_weight_decay", None)
+        return frozenset(method() if callable(method) else ())
+
     @property
     def is_container(self) -> bool:
         """Whether the module is a list of others."""

@@ -186,7 +186,7 @@ class Muon(torch.optim.Optimizer):
 
     @classmethod
     def for_trainer(cls) -> Callable[..., Muon]:
-        """Have the ``Trainer`` of transformers make the optimizer, for the model that it trains.
+        """Give the ``Trainer`` of transformers a function that makes the optimizer of its model.
 
         ``Trainer(..., optimizer_cls_and_kwargs=(Muon.for_trainer, {"lr": 2e-3}))``, from version
         5.2 on. This is the way under FSDP, where ``Trainer`` refuses ``optimizers``, and for a

@@ -455,7 +455,10 @@ def test_no_decay_spares_tables_and_what_a_model_asks_for() -> None:
     model = nn.Module()
     for name in ("cls_token", "grid", "other", "decayed"):
         model.register_parameter(name, nn.Parameter(torch.randn(9, D)))
-    model.no_weight_decay = lambda: {"grid"}  # timm's
+    model.no_weight_decay = lambda: {"grid"}  # timm's, of the model's own parameters
+    model.deep = nn.Module()
+    model.deep.grid = nn.Parameter(torch.randn(9, D))
+    model.deep.no_weight_decay = {"grid"}  # a note of somebody's, which is no method
     model.trunk = nn.ModuleList([Block(), Block()])
     for name in ("scale", "decay"):
         model.trunk[0].register_parameter(name, nn.Parameter(torch.randn(6, D)))

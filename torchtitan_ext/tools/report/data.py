@@ -52,10 +52,10 @@ class Run:
             return record[field].get(name) if name else record[field]
 
         spans, last = [], 0
-        for found, same in itertools.groupby(self.metrics, value):
-            first, last = last + 1, [record["step"] for record in same][-1]
-            if found:
-                spans.append((found, first, last))
+        for logged, records in itertools.groupby(self.metrics, value):
+            first, last = last + 1, [record["step"] for record in records][-1]
+            if logged:
+                spans.append((logged, first, last))
         return spans
 
 
